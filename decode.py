@@ -1,0 +1,278 @@
+"""Decodes prompts with a target and a draft head; the output equals plain decoding.
+
+    python decode.py --prompt "Why is the sky blue?"            the demo pair, on whatever device there is
+    python decode.py --prompt "..." --compare                   also decode plainly: same tokens, both rates
+    python decode.py --target DIR --head DIR --prompt_file prompts.jsonl --json
+
+Text or JSON goes to stdout, everything else to stderr. Exit status: 0 done, 2 the flags are wrong, 1 the files or the
+run are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import sys
+from typing import Any
+
+from absl import flags
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("target", None, "Target: a folder, a .gguf file or a hub id. Default: the demo target.")
+flags.DEFINE_string("head", None, "Draft head: a folder or a hub id. Default: the demo head, with the demo target.")
+flags.DEFINE_enum(
+    "method",
+    "jetspec",
+    ["jetspec", "dflash", "autoregressive"],
+    "jetspec: a tree from the head's block; dflash: the chain of a bidirectional head; autoregressive: no draft.",
+)
+flags.DEFINE_string("prompt", None, "Prompt text.")
+flags.DEFINE_string("prompt_ids", None, "Prompt as token ids, e.g. 1,2,3; for checkpoints without a tokenizer too.")
+flags.DEFINE_string(
+    "prompt_file",
+    None,
+    'JSONL: {"prompt": ...} or {"messages": [...]} a line; optional id, max_new_tokens, temperature, seed. '
+    "Prompts are decoded one after the other.",
+)
+flags.DEFINE_integer("max_new_tokens", 256, "Most tokens to generate.")
+flags.DEFINE_integer("budget", None, "Tree nodes verified a round, root included; 1 is plain decoding. Default: by device.")
+flags.DEFINE_integer("width", None, "Candidates a depth (best_first, default 64) or children a node (accum_logp, default 7).")
+flags.DEFINE_integer("depth", None, "Longest drafted path. Default: the head's block without its anchor.")
+flags.DEFINE_enum(
+    "tree", None, ["best_first", "accum_logp"], "best_first (default): the most probable nodes; accum_logp: whole siblings."
+)
+flags.DEFINE_float("temperature", 0.0, "0 is greedy.")
+flags.DEFINE_integer("seed", 0, "Seed of sampling; the same seed gives the same tokens with any method and budget.")
+flags.DEFINE_boolean("chat", None, "Put the prompt through the chat template. Default: where there is one.")
+flags.DEFINE_boolean("stream", None, "Print text as it comes. Default: yes, unless --json or --trace.")
+flags.DEFINE_enum("dtype", None, ["float32", "bfloat16", "float16"], "Dtype of the weights. Default: the file's.")
+flags.DEFINE_boolean("compare", False, "Also decode plainly; report whether the tokens are equal, and both rates.")
+flags.DEFINE_string("trace", None, "Store every round's draft logits, tree and accepted path in this .npz file.")
+flags.DEFINE_boolean("json", False, "Print one JSON object a prompt instead of text.")
+
+ROW_OPTIONS = "max_new_tokens", "temperature", "seed"
+
+
+class UsageError(Exception):
+    """The flags alone are wrong; one line."""
+
+
+def main(argv: list[str]) -> int:
+    """Parses, decodes, prints; returns the exit status."""
+    try:
+        _parse(argv)
+        tree, sampling = _configs()
+    except (flags.Error, UsageError) as error:
+        return _fail(2, error)
+
+    from jetspec_jax.config import ConfigError
+    from jetspec_jax.speculate import DecodeError
+
+    try:
+        rows = _rows(sampling)
+        target, head, tree = _load(tree)
+        for row in rows:
+            _decode(target, head, tree, row)
+    except (ConfigError, DecodeError, OSError) as error:
+        return _fail(1, error)
+    except KeyboardInterrupt:
+        return _fail(130, "interrupted")
+    return 0
+
+
+def _parse(argv: list[str]) -> None:
+    if {"-h", "--help"} & set(argv[1:]):
+        print(__doc__, FLAGS.module_help(sys.modules[__name__]), sep="\n")
+        sys.exit(0)
+    known = {name for name in FLAGS} | {f"no{name}" for name in FLAGS}
+
+    def normal(word: str) -> str:
+        """Dashes and underscores both work in the names of flags."""
+        name, equals, value = word.removeprefix("--").partition("=")
+        fixed = name.replace("-", "_")
+        return f"--{fixed}{equals}{value}" if word.startswith("--") and fixed in known else word
+
+    try:
+        rest = FLAGS([normal(word) for word in argv])[1:]
+    except flags.UnrecognizedFlagError as error:
+        near = difflib.get_close_matches(error.flagname.replace("-", "_"), known, n=1)
+        hint = f"; did you mean --{near[0]}?" if near else "; --help lists the flags"
+        raise UsageError(f"--{error.flagname}: no such flag{hint}") from None
+    except flags.IllegalFlagValueError as error:
+        raise UsageError(str(error).replace("\n", " ")) from None
+    if rest:
+        raise UsageError(f"{rest[0]!r}: unexpected argument; a prompt goes behind --prompt")
+
+
+def _configs():
+    """Tree and sampling as the flags alone give them."""
+    from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
+
+    prompts = [name for name in ("prompt", "prompt_ids", "prompt_file") if FLAGS[name].value is not None]
+    if len(prompts) != 1:
+        got = f"{' and '.join(f'--{p}' for p in prompts)} together" if prompts else "no prompt"
+        raise UsageError(f"{got}: give one of --prompt, --prompt_ids, --prompt_file")
+    if FLAGS.prompt == "":
+        raise UsageError("--prompt='': the prompt is empty; give at least one character")
+    refused = {
+        "autoregressive": ("head", "budget", "width", "depth", "tree", "trace", "compare"),
+        "dflash": ("budget", "width", "tree"),
+    }.get(FLAGS.method, ())
+    for name in refused:
+        if FLAGS[name].present:
+            raise UsageError(f"--{name} contradicts --method {FLAGS.method}; leave one of them out")
+    if FLAGS.head is not None and FLAGS.target is None:
+        raise UsageError("--head without --target: a head belongs to one target; name both")
+    if FLAGS.target is not None and FLAGS.head is None and FLAGS.method != "autoregressive":
+        raise UsageError("--target without --head: name the head, or use --method autoregressive")
+    if FLAGS.trace is not None and FLAGS.prompt_file is not None:
+        raise UsageError("--trace with --prompt_file: a trace holds one prompt; use --prompt or --prompt_ids")
+    if FLAGS.stream and (FLAGS.json or FLAGS.trace):
+        raise UsageError(f"--stream contradicts --{'json' if FLAGS.json else 'trace'}; leave one of them out")
+    if FLAGS.chat is not None and FLAGS.prompt_ids is not None:
+        raise UsageError("--chat with --prompt_ids: ids are taken as they are; leave --chat out")
+    try:
+        tree = TreeConfig(FLAGS.budget, FLAGS.width, FLAGS.depth, FLAGS.tree or "best_first")
+        return tree, SamplingConfig(FLAGS.max_new_tokens, FLAGS.temperature, FLAGS.seed)
+    except ConfigError as error:
+        raise UsageError(f"--{error}") from None
+
+
+@dataclasses.dataclass
+class Row:
+    """One prompt of the command line or of a line of --prompt_file."""
+
+    prompt: Any  # text, token ids, or messages
+    sampling: Any
+    id: Any = None
+
+
+def _rows(sampling) -> list[Row]:
+    from jetspec_jax.config import ConfigError
+
+    if FLAGS.prompt is not None:
+        return [Row(FLAGS.prompt, sampling)]
+    if FLAGS.prompt_ids is not None:
+        try:
+            return [Row([int(i) for i in FLAGS.prompt_ids.split(",")], sampling)]
+        except ValueError:
+            raise ConfigError(f"prompt_ids={FLAGS.prompt_ids!r}: give whole numbers with commas, e.g. 1,2,3") from None
+    with open(FLAGS.prompt_file, encoding="utf-8") as lines:
+        rows = [_row(line, f"{FLAGS.prompt_file}:{n}", sampling) for n, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise ConfigError(f"{FLAGS.prompt_file}: no prompt in it")
+    return rows
+
+
+def _row(line: str, where: str, sampling) -> Row:
+    from jetspec_jax.config import ConfigError
+
+    try:
+        raw = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}: not JSON ({error.msg})") from None
+    if not isinstance(raw, dict) or len({"prompt", "messages"} & raw.keys()) != 1:
+        raise ConfigError(f'{where}: give {{"prompt": "..."}} or {{"messages": [...]}}')
+    unknown = raw.keys() - {"prompt", "messages", "id", *ROW_OPTIONS}
+    if unknown:
+        raise ConfigError(f"{where}: unknown key {min(unknown)!r}; known are id, {', '.join(ROW_OPTIONS)}")
+    prompt = raw.get("prompt", raw.get("messages"))
+    turns = isinstance(prompt, list) and prompt and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
+    )
+    if not (turns if "messages" in raw else isinstance(prompt, str)):
+        raise ConfigError(f"{where}: prompt must be text, messages a list of {{role, content}}")
+    try:
+        return Row(prompt, dataclasses.replace(sampling, **{k: raw[k] for k in ROW_OPTIONS if k in raw}), raw.get("id"))
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _load(tree):
+    """Target, head (or None) and the tree of the method."""
+    import jax
+
+    from jetspec_jax import demo, load
+    from jetspec_jax.config import ConfigError
+
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", os.path.join(demo.cache_folder(), "xla"))
+    path = FLAGS.target or demo.fetch_target()
+    _say(f"loading {FLAGS.target or 'the demo target'}")
+    target = load.load_target(path, FLAGS.dtype)
+    if FLAGS.method == "autoregressive":
+        return target, None, tree
+    head = load.load_head(FLAGS.head or demo.head_folder(), target)
+    if FLAGS.method == "dflash":
+        if head.config.causal:
+            raise ConfigError(f"method=dflash: {head.source} is a causal head; use --method jetspec")
+        depth = FLAGS.depth or head.draft.depth
+        tree = dataclasses.replace(tree, budget=depth + 1, width=1, builder="accum_logp")
+    return target, head, tree
+
+
+def _decode(target, head, tree, row: Row) -> None:
+    from jetspec_jax import baseline, speculate, trace
+
+    prompt = row.prompt
+    if not isinstance(prompt, str):
+        ids = prompt if isinstance(prompt[0], int) else target.encode_messages(prompt, FLAGS.chat)
+    else:
+        ids = speculate.prompt_ids(target, prompt, FLAGS.chat)
+    _say(f"decoding on {_device()}; the first run compiles, which takes a while")
+    if FLAGS.trace:
+        result = trace.run(FLAGS.trace, target, head, ids, tree, row.sampling)
+    elif FLAGS.json or FLAGS.stream is False:
+        result = speculate.generate(target, head, [ids], tree, row.sampling)[0]
+    else:
+        for piece in speculate.stream(target, head, ids, tree, row.sampling):
+            print(piece.text, end="", flush=True)
+            result = piece.result
+    plain = baseline.generate(target, [ids], row.sampling)[0] if FLAGS.compare else None
+    report = baseline.compare(target, ids, plain, result, row.sampling) if plain else None
+
+    if FLAGS.json:
+        extra = ({"id": row.id} if row.id is not None else {}) | ({"compare": report} if report else {})
+        print(json.dumps(result.to_json() | {"method": FLAGS.method} | extra), flush=True)
+    else:
+        print("" if FLAGS.stream is not False and not FLAGS.trace else result.text, flush=True)
+        _summary(result, plain, report)
+
+
+def _summary(result, plain, report) -> None:
+    s = result.seconds
+    _say(
+        f"{result.new_tokens} tokens ({result.finish_reason}) in {result.rounds} rounds: acceptance length "
+        f"{result.acceptance_length:.2f}, {result.tokens_per_second:.1f} tokens/s "
+        f"(load {s['load']:.1f} s, compile {s['compile']:.1f} s, prefill {s['prefill']:.2f} s, decode {s['decode']:.2f} s)"
+    )
+    if report is None:
+        return
+    verdict = "the same tokens" if report["equal"] else f"DIFFERENT tokens: {report['first_difference']}"
+    _say(
+        f"plain decoding: {verdict}, {plain.tokens_per_second:.1f} tokens/s; "
+        f"speculation is {report['speedup']:.2f}x as fast"
+    )
+    if not report["equal"]:
+        _say(f"plain text: {plain.text}")
+
+
+def _device() -> str:
+    import jax
+
+    return jax.devices()[0].device_kind
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _fail(status: int, error) -> int:
+    _say(f"decode.py: {error}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

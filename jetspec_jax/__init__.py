@@ -1,0 +1,43 @@
+"""Fast, lossless LLM decoding on JAX: causal parallel tree drafting (JetSpec) for Qwen3 targets.
+
+    from jetspec_jax import load_target, load_head, speculate
+
+    target = load_target("Qwen/Qwen3-8B")
+    head = load_head("JetSpec/jetspec-qwen3-8b", target)
+    print(speculate.generate(target, head, "What is 2 + 2?").text)
+
+Dimension legend, used in signatures, einsum letters and comments of the whole package:
+
+    B batch          T tree nodes or fresh rows   S cache slots      P prompt rows
+    D draft depth    W width                      L layers           N query heads
+    K kv heads       H head dim                   E embed            F feed-forward (of a head: tapped features)
+    X experts        V vocabulary                 C context rows     R rows, as said beside
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "load_target": "jetspec_jax.load",
+    "load_head": "jetspec_jax.load",
+    "TreeConfig": "jetspec_jax.config",
+    "SamplingConfig": "jetspec_jax.config",
+    "ConfigError": "jetspec_jax.config",
+    "speculate": None,
+    "baseline": None,
+}
+__all__ = [*_PUBLIC, "__version__"]
+
+
+def __getattr__(name: str):
+    """Loads a public name when it is first used: `import jetspec_jax` alone imports no jax."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'jetspec_jax' has no attribute {name!r}")
+    if _PUBLIC[name] is None:
+        return importlib.import_module(f"jetspec_jax.{name}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__():
+    return __all__

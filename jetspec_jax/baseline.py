@@ -1,0 +1,68 @@
+"""Plain decoding on the same state: the oracle for losslessness and the yardstick for speed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jetspec_jax import masks, sampling, speculate
+from jetspec_jax.config import MIN_TEMPERATURE, SamplingConfig
+
+
+@dataclasses.dataclass
+class Difference:
+    """Where two outputs part. margin: gap between the plain run's two best (noisy) logits there; std: of the logits.
+
+    In f32 a margin under 1e-4 std is a tie of rounding, not a defect.
+    """
+
+    position: int  # index into the new tokens
+    plain_token: int | None  # None: the output had ended
+    token: int | None
+    margin: float
+    std: float
+
+
+def generate(target, prompts, sampling=None, chat=None):
+    """`speculate.generate` without a draft."""
+    return speculate.generate(target, None, prompts, None, sampling, chat)
+
+
+def compare(target, prompt: Sequence[int], plain, result, option: SamplingConfig) -> dict:
+    """The `compare` object of `decode.py --json`: equal tokens, speed-up, and the first difference if there is one."""
+    difference = first_difference(target, prompt, plain.token_ids, result.token_ids, option)
+    rate = plain.tokens_per_second
+    return {
+        "equal": difference is None,
+        "speedup": result.tokens_per_second / rate if rate else 0.0,
+        "plain_tokens_per_second": rate,
+        "first_difference": dataclasses.asdict(difference) if difference else None,
+    }
+
+
+def first_difference(
+    target, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int], option: SamplingConfig
+) -> Difference | None:
+    """None when the token ids are equal, else the first difference with the margin that the plain run had there."""
+    if list(plain) == list(other):
+        return None
+    shared = zip(plain, other, strict=False)
+    at = next((i for i, (a, b) in enumerate(shared) if a != b), min(len(plain), len(other)))
+    pick = lambda ids: ids[at] if at < len(ids) else None
+    logits = next_logits(target, [*prompt, *plain[:at]])
+    noisy = logits
+    if option.temperature >= MIN_TEMPERATURE:
+        noise = sampling.noise(jnp.uint32(option.seed), jnp.int32(len(prompt) + at), logits.size)
+        noisy = logits / option.temperature + noise
+    best = jax.lax.top_k(noisy, 2)[0]
+    return Difference(at, pick(plain), pick(other), float(best[0] - best[1]), float(logits.std()))
+
+
+def next_logits(target, ids: Sequence[int]) -> jax.Array:
+    """f32 logits [V] of the token behind `ids`, from one plain forward."""
+    tokens = jnp.array([ids], jnp.int32)
+    out = target.model.forward(target.params, tokens, jnp.arange(len(ids))[None], masks.causal(len(ids)))
+    return target.model.logits(target.params, out.hidden[:, -1])[0]

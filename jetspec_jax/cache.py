@@ -1,0 +1,46 @@
+"""K/V cache: a tuple with one (k, v) pair per layer, each [B, K, S, H].
+
+Slots 0..length-1 of a row are valid, whatever lies behind them is never read. Only this file and the attention kernels
+know the layout.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+KV = tuple[jax.Array, jax.Array]  # keys and values of one layer, [B, K, S or T, H]
+Cache = tuple[KV, ...]
+
+
+def init(num_layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype) -> Cache:
+    """An empty cache of `capacity` slots a row."""
+    shape = (batch, kv_heads, capacity, head_dim)
+    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_layers))
+
+
+def capacity(cache: Cache) -> int:
+    """Slots S of a row."""
+    return cache[0][0].shape[2]
+
+
+def write(cache: Cache, new: Cache, start: Int[Array, " B"]) -> Cache:
+    """Writes the rows of `new` [B, K, R, H] to slots start..start+R-1 of each row.
+
+    The caller keeps start + R <= S (`speculate.capacity_for` sizes the buffers so): a write past the end would be
+    shifted back over the prefix.
+    """
+
+    def one(old, fresh):
+        if old.shape[0] == 1:  # one contiguous write, no scatter
+            return jax.lax.dynamic_update_slice(old, fresh, (0, 0, start[0], 0))
+        return jax.vmap(lambda o, r, s: jax.lax.dynamic_update_slice(o, r, (0, s, 0)))(old, fresh, start)
+
+    return tuple((one(k, nk), one(v, nv)) for (k, v), (nk, nv) in zip(cache, new, strict=True))
+
+
+def take(new: Cache, rows: Int[Array, "B R"]) -> Cache:
+    """Gathers rows of fresh K/V [B, K, T, H] along T: the accepted path, before it is written."""
+    index = rows[:, None, :, None]
+    return tuple((jnp.take_along_axis(k, index, 2), jnp.take_along_axis(v, index, 2)) for k, v in new)

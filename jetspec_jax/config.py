@@ -1,0 +1,325 @@
+"""Frozen, validated descriptions of targets, heads, trees and sampling.
+
+Every class checks itself when it is made, so that a wrong value is refused with one line that names the option, the
+value and the valid range, before any array is touched. `ModelConfig` and `HeadConfig` read the `config.json` of a
+Hugging Face folder in its old and new spellings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+TREE_BUILDERS = ("best_first", "accum_logp")
+MIN_TEMPERATURE = 1e-4  # anything colder is greedy
+
+
+class ConfigError(ValueError):
+    """A value that the user gave is wrong; the message is one line for the user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """Mixture-of-experts feed-forward of a Qwen3-MoE target."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    normalize_top_k: bool
+    sparse_layers: tuple[int, ...]  # indices of the layers that hold experts; the others are dense
+
+    def __post_init__(self):
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"num_experts_per_tok={self.experts_per_token}: give a value in 1..{self.num_experts} (num_experts)"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder of the Qwen3 family (`qwen3`, `qwen3_moe`) or of the plain Llama layout (`llama`)."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    rope_theta: float
+    max_positions: int
+    tie_embeddings: bool
+    qk_norm: bool
+    moe: MoEConfig | None = None
+    dtype: str | None = None  # dtype named by the file, if any
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_attention_heads={self.num_heads} must be a multiple of num_key_value_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs of channels")
+
+    @classmethod
+    def from_hf(cls, raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
+        """Reads a Hugging Face `config.json`; refuses what this package would compute wrongly, by name."""
+        model_type = raw.get("model_type")
+        if model_type not in ("qwen3", "qwen3_moe", "llama"):
+            raise ConfigError(f"{where}: model_type={model_type!r} is not supported; use qwen3, qwen3_moe or llama")
+        _refuse_unsupported(raw, where)
+        heads, hidden = _need(raw, "num_attention_heads", where), _need(raw, "hidden_size", where)
+        return cls(
+            model_type=model_type,
+            vocab_size=_need(raw, "vocab_size", where),
+            hidden_size=hidden,
+            num_layers=_need(raw, "num_hidden_layers", where),
+            num_heads=heads,
+            num_kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or (128 if model_type == "qwen3" else hidden // heads),
+            intermediate_size=_need(raw, "intermediate_size", where),
+            norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope_theta=_rope_theta(raw, where),
+            max_positions=raw.get("max_position_embeddings", 32768),
+            tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            qk_norm=model_type != "llama",
+            moe=_moe(raw, where) if model_type == "qwen3_moe" else None,
+            dtype=raw.get("dtype") or raw.get("torch_dtype"),
+            eos_token_ids=as_ids(raw.get("eos_token_id")),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadConfig:
+    """A JetSpec or DFlash draft head: a small stack without embedding and lm_head (both borrowed from the target)."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    rope_theta: float
+    max_positions: int
+    num_target_layers: int
+    block_size: int
+    mask_token_id: int
+    tap_layers: tuple[int, ...]
+    causal: bool
+    dtype: str | None = None
+
+    moe = None  # a head is dense; `models.qwen3.Layer` reads these two of any configuration
+    qk_norm = True
+
+    def __post_init__(self):
+        if self.block_size < 2:
+            raise ConfigError(f"block_size={self.block_size}: a block is one anchor and at least one drafted slot, so >= 2")
+        if not self.tap_layers:
+            raise ConfigError("target_layer_ids=[]: a head needs at least one tapped layer of the target")
+        if len(set(self.tap_layers)) != len(self.tap_layers):
+            raise ConfigError(f"target_layer_ids={list(self.tap_layers)}: a layer is listed twice")
+        for tap in self.tap_layers:
+            if not 0 <= tap < self.num_target_layers:
+                raise ConfigError(
+                    f"target_layer_ids={list(self.tap_layers)}: {tap} is not a layer of the target; "
+                    f"ids are 0-based, 0..{self.num_target_layers - 1}, and name the output of that layer"
+                )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ConfigError(f"mask_token_id={self.mask_token_id}: give an embedding row in 0..{self.vocab_size - 1}")
+
+    @property
+    def depth(self) -> int:
+        """Positions drafted a round: the block without its anchor."""
+        return self.block_size - 1
+
+    @classmethod
+    def from_hf(cls, raw: dict[str, Any], where: str = "config.json", warn=lambda line: None) -> HeadConfig:
+        """Reads the published head format (`dflash_config`); both spellings of the causal flag are understood."""
+        if raw.get("model_type", "qwen3") != "qwen3":
+            raise ConfigError(f"{where}: model_type={raw['model_type']!r} is no draft head; heads are qwen3")
+        block = raw.get("dflash_config")
+        if not isinstance(block, dict):
+            raise ConfigError(f"{where}: no dflash_config, so this is no JetSpec or DFlash head; is it the target's folder?")
+        _refuse_unsupported(raw, where)
+        target_hidden = block.get("target_hidden_size", raw.get("hidden_size"))
+        if target_hidden != raw.get("hidden_size"):
+            raise ConfigError(f"{where}: target_hidden_size={target_hidden} with an adapter is not supported")
+        flags = {key: block[key] for key in ("causal_head", "causal") if key in block}
+        if len(set(flags.values())) > 1:
+            raise ConfigError(f"{where}: causal_head={flags['causal_head']} contradicts causal={flags['causal']}; keep one")
+        if not flags:
+            warn(f"{where}: neither causal_head nor causal is given; taking the head as bidirectional (DFlash)")
+        layers = _need(raw, "num_hidden_layers", where)
+        target_layers = _need(raw, "num_target_layers", where)
+        hidden, heads = _need(raw, "hidden_size", where), _need(raw, "num_attention_heads", where)
+        mask = block.get("mask_token_id")
+        if not isinstance(mask, int):
+            raise ConfigError(f"{where}: dflash_config.mask_token_id is {mask!r}; give the id of an unused embedding row")
+        taps = block.get("target_layer_ids")
+        return cls(
+            vocab_size=_need(raw, "vocab_size", where),
+            hidden_size=hidden,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or hidden // heads,
+            intermediate_size=_need(raw, "intermediate_size", where),
+            norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope_theta=_rope_theta(raw, where),
+            max_positions=raw.get("max_position_embeddings", 32768),
+            num_target_layers=target_layers,
+            block_size=block.get("block_size") or raw.get("block_size") or 16,
+            mask_token_id=mask,
+            tap_layers=tuple(taps) if taps is not None else default_taps(target_layers, layers),
+            causal=bool(next(iter(flags.values()), False)),
+            dtype=raw.get("dtype") or raw.get("torch_dtype"),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The published `config.json` of this head, in the spelling of the official release."""
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "attention_bias": False,
+            "block_size": self.block_size,
+            "dflash_config": {
+                "causal_head": self.causal,
+                "mask_token_id": self.mask_token_id,
+                "target_layer_ids": list(self.tap_layers),
+            },
+            "dtype": self.dtype or "bfloat16",
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "layer_types": ["full_attention"] * self.num_layers,
+            "max_position_embeddings": self.max_positions,
+            "num_attention_heads": self.num_heads,
+            "num_hidden_layers": self.num_layers,
+            "num_key_value_heads": self.num_kv_heads,
+            "num_target_layers": self.num_target_layers,
+            "rms_norm_eps": self.norm_eps,
+            "rope_scaling": None,
+            "rope_theta": self.rope_theta,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
+            "vocab_size": self.vocab_size,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeConfig:
+    """The candidate tree of a round.
+
+    budget: rows that the target verifies, the root included; 1 is plain decoding. None lets the device decide.
+    width: candidates for each depth (`best_first`, default 64) or children of a node (`accum_logp`, default 7).
+    depth: longest drafted path; None is the head's block without the anchor.
+    builder: `best_first` (the `budget` most probable nodes) or `accum_logp` (whole sibling groups, as the published
+        engine builds them).
+    """
+
+    budget: int | None = None
+    width: int | None = None
+    depth: int | None = None
+    builder: str = "best_first"
+
+    def __post_init__(self):
+        if self.builder not in TREE_BUILDERS:
+            raise ConfigError(f"tree={self.builder!r}: choose one of {', '.join(TREE_BUILDERS)}")
+        for name in ("budget", "width", "depth"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value}: give a whole number >= 1")
+
+    @property
+    def candidates(self) -> int:
+        """`width`, or its builder's default."""
+        return self.width or (64 if self.builder == "best_first" else 7)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    """How the next token is chosen and when to stop; one rule for plain and speculative decoding.
+
+    temperature: 0 (and anything under 1e-4) is greedy.
+    seed: with a position it fixes the noise of that position, so the output does not depend on batch or budget.
+    eos: end-token ids; None takes the target's own.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    seed: int = 0
+    eos: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        if self.max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens={self.max_new_tokens}: give a whole number >= 0")
+        if not math.isfinite(self.temperature) or self.temperature < 0:
+            raise ConfigError(f"temperature={self.temperature}: give a finite number >= 0 (0 is greedy)")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed={self.seed}: give a whole number in 0..{2**32 - 1}")
+
+
+def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
+    """Evenly spaced tapped layers, the formula of the published heads (36 layers, 5 taps: 1, 9, 17, 25, 33)."""
+    if num_taps == 1:
+        return (num_target_layers // 2,)
+    return tuple(round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps))
+
+
+def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """`eos_token_id` is a number, a list or null in the files."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _need(raw: dict[str, Any], key: str, where: str) -> int:
+    if not isinstance(raw.get(key), int):
+        raise ConfigError(f"{where}: {key} is {raw.get(key)!r}; a whole number is needed")
+    return raw[key]
+
+
+def _rope_theta(raw: dict[str, Any], where: str) -> float:
+    """Old files say `rope_theta` and `rope_scaling`, new ones `rope_parameters`."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind != "default":
+        raise ConfigError(f"{where}: rope_type={kind!r} is not supported; only unscaled RoPE ('default') is")
+    return float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+
+
+def _moe(raw: dict[str, Any], where: str) -> MoEConfig:
+    layers, step = _need(raw, "num_hidden_layers", where), raw.get("decoder_sparse_step", 1)
+    dense = set(raw.get("mlp_only_layers") or ())
+    experts = raw.get("num_experts") or raw.get("num_local_experts")
+    if not experts:
+        raise ConfigError(f"{where}: neither num_experts nor num_local_experts is given")
+    return MoEConfig(
+        num_experts=experts,
+        experts_per_token=_need(raw, "num_experts_per_tok", where),
+        intermediate_size=_need(raw, "moe_intermediate_size", where),
+        normalize_top_k=bool(raw.get("norm_topk_prob", False)),
+        sparse_layers=tuple(i for i in range(layers) if i not in dense and step and (i + 1) % step == 0),
+    )
+
+
+def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
+    for key in ("attention_bias", "mlp_bias"):
+        if raw.get(key):
+            raise ConfigError(f"{where}: {key}=true is not supported; Qwen3 and its heads have no biases")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"{where}: hidden_act={raw['hidden_act']!r} is not supported; only silu is")
+    windowed = raw.get("use_sliding_window", raw.get("sliding_window") is not None)
+    kinds = {kind for kind in raw.get("layer_types") or () if kind != "full_attention"}
+    if kinds or (windowed and raw.get("sliding_window")):
+        raise ConfigError(f"{where}: sliding-window attention is not supported; every layer must be full_attention")
+    if raw.get("quantization_config"):
+        raise ConfigError(f"{where}: quantization_config is not supported; give an unquantised checkpoint")

@@ -1,0 +1,47 @@
+"""Draft families, and what the decode core asks of any of them.
+
+A draft turns what the target has shown so far into logits for the next D positions. One file a family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jaxtyping import Array, Float, Int
+
+
+class Draft(Protocol):
+    """Pure functions of a drafter; hashable, parameters and state are passed in.
+
+    State is the family's own pytree, with rows along axis 0 of every leaf. `length` counts committed tokens; the last
+    of them, the anchor, has no target features yet.
+    """
+
+    @property
+    def depth(self) -> int:
+        """Positions D drafted a round."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose outputs the draft reads; may be empty."""
+
+    def init(self, params, batch: int, capacity: int) -> Any:
+        """State of an empty context."""
+
+    def prefill(self, params, state, features: Float[Array, "B P C"], length: Int[Array, " B"]) -> Any:
+        """Takes in the features of a prompt's first `length` positions (right-padded)."""
+
+    def propose(
+        self,
+        params,
+        state,
+        tokens: Int[Array, "B S"],
+        length: Int[Array, " B"],
+        embed: Callable,
+        logits: Callable,
+    ) -> tuple[Float[Array, "B D V"], Any]:
+        """f32 logits of positions length..length+D-1, and the state after it; `embed`, `logits` are the target's."""
+
+    def keep(self, state, features: Float[Array, "B R C"], count: Int[Array, " B"]) -> Any:
+        """Takes the features of the first `count` rows that a round committed, R = D + 1."""

@@ -1,0 +1,143 @@
+"""The JetSpec draft head (arXiv 2606.18394), and with a bidirectional block the DFlash head: same tensors, another mask.
+
+The head is a small Qwen3 stack without embedding and lm_head. Its input is the block [anchor, MASK, ...]; tapped target
+features of the committed positions enter every layer as keys and values. Slot k of the output predicts the token k
+positions after the anchor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jetspec_jax import cache as kv_cache
+from jetspec_jax import masks, rope
+from jetspec_jax.attention import attend
+from jetspec_jax.cache import Cache
+from jetspec_jax.config import ConfigError, HeadConfig
+from jetspec_jax.models.qwen3 import Layer
+from jetspec_jax.numerics import einsum, rms_norm
+
+
+class Head(nnx.Module):
+    """Parameters of the head. F = taps * E of the target."""
+
+    def __init__(self, config: HeadConfig, dtype):
+        self.config = c = config
+        self.fc = nnx.Param(jnp.zeros((len(c.tap_layers) * c.hidden_size, c.hidden_size), dtype))
+        self.hidden_norm = nnx.Param(jnp.zeros((c.hidden_size,), dtype))
+        self.layers = nnx.List([Layer(c, dtype) for _ in range(c.num_layers)])
+        self.norm = nnx.Param(jnp.zeros((c.hidden_size,), dtype))
+
+    def context(self, features: Float[Array, "B C F"]) -> Float[Array, "B C E"]:
+        """Fuses tapped features; every layer projects the same rows to keys and values."""
+        fused = einsum("bcf,fe->bce", features.astype(self.fc.dtype), self.fc[...])
+        return rms_norm(fused, self.hidden_norm[...], self.config.norm_eps)
+
+    def context_kv(self, context: Float[Array, "B C E"], positions: Int[Array, "B C"]) -> Cache:
+        """K/V of context rows for every layer: they depend on nothing that comes later, so they are cached."""
+        angles = rope.angles(positions, self.config.head_dim, self.config.rope_theta)
+        return tuple(layer.context_kv(context, angles) for layer in self.layers)
+
+    def __call__(
+        self,
+        block: Float[Array, "B T E"],
+        start: Int[Array, " B"],
+        context: Float[Array, "B C E"],
+        count: Int[Array, " B"],
+        cache: Cache,
+        length: Int[Array, " B"],
+    ) -> tuple[Float[Array, "B T E"], Cache]:
+        """Hidden states of the block for the target's lm_head, and the cache with the new context in it.
+
+        block: embeddings of [anchor, MASK, ...] at positions start, start + 1, ... context: the first `count` rows are
+        new, at positions length, length + 1, ... behind the `length` rows of `cache`. Both share one matrix product a
+        layer; the context enters the cache before the block reads it, so the cache is updated in place.
+        """
+        c, x, updated = self.config, block, []
+        rows, slots = context.shape[1], block.shape[1]
+        positions = [length[:, None] + jnp.arange(rows), start[:, None] + jnp.arange(slots)]
+        angles = rope.angles(jnp.concatenate(positions, axis=1), c.head_dim, c.rope_theta)
+        mask = masks.causal(slots) if c.causal else jnp.ones((1, slots, slots), bool)
+        for layer, old in zip(self.layers, cache, strict=True):
+            q, k, v = layer.project(jnp.concatenate([context, layer.normed(x)], axis=1), angles)
+            (kv,) = kv_cache.write((old,), ((k[:, :, :rows], v[:, :, :rows]),), length)
+            fresh = k[:, :, rows:], v[:, :, rows:]
+            x = layer.finish(x, attend(q[:, rows:], fresh, mask, kv, length + count))
+            updated.append(kv)
+        return rms_norm(x, self.norm[...], c.norm_eps), tuple(updated)
+
+
+class HeadState(NamedTuple):
+    """Context of the head: projected rows, and the rows of the last round that wait to be projected."""
+
+    context: Cache  # one (k, v) pair [B, K, S, H] a layer
+    length: jax.Array  # [B] projected rows
+    pending: jax.Array  # [B, D + 1, F] features
+    count: jax.Array  # [B] pending rows
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockDraft:
+    """The head as pure functions; implements `drafts.Draft`.
+
+    depth may be smaller than the block allows. A causal head then runs fewer slots: the first are exact without the
+    rest. A bidirectional one runs the whole block.
+    """
+
+    config: HeadConfig
+    depth: int
+    graphdef: nnx.GraphDef = dataclasses.field(compare=False, repr=False)
+
+    def __post_init__(self):
+        if not 1 <= self.depth <= self.config.depth:
+            raise ConfigError(f"depth={self.depth}: this head drafts 1..{self.config.depth} positions a round")
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.tap_layers
+
+    @property
+    def slots(self) -> int:
+        """Rows of the block that are run."""
+        return self.depth + 1 if self.config.causal else self.config.block_size
+
+    def init(self, params, batch: int, capacity: int) -> HeadState:
+        c, dtype = self.config, params["fc"].dtype
+        zeros = jnp.zeros((batch,), jnp.int32)
+        context = kv_cache.init(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, dtype)
+        pending = jnp.zeros((batch, self.depth + 1, len(c.tap_layers) * c.hidden_size), dtype)
+        return HeadState(context, zeros, pending, zeros)
+
+    def prefill(self, params, state: HeadState, features, length) -> HeadState:
+        head = self._module(params)
+        positions = jnp.broadcast_to(jnp.arange(features.shape[1]), features.shape[:2])
+        fresh = head.context_kv(head.context(features), positions)
+        return state._replace(context=kv_cache.write(state.context, fresh, jnp.zeros_like(length)), length=length)
+
+    def propose(self, params, state: HeadState, tokens, length, embed, logits):
+        head = self._module(params)
+        anchor = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
+        block = jnp.pad(anchor, ((0, 0), (0, self.slots - 1)), constant_values=self.config.mask_token_id)
+        context = head.context(state.pending)
+        hidden, cache = head(embed(block), length - 1, context, state.count, state.context, state.length)
+        zero = jnp.zeros_like(state.count)
+        state = state._replace(context=cache, length=state.length + state.count, count=zero)
+        return logits(hidden[:, 1 : self.depth + 1]), state
+
+    def keep(self, state: HeadState, features, count) -> HeadState:
+        return state._replace(pending=features.astype(state.pending.dtype), count=count)
+
+    def _module(self, params) -> Head:
+        return nnx.merge(self.graphdef, nnx.State(params))
+
+
+def build(config: HeadConfig, dtype, depth: int | None = None) -> tuple[BlockDraft, dict]:
+    """The pure functions of a head and its parameters as shapes; `depth` None drafts the whole block."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Head(config, dtype)))
+    return BlockDraft(config, depth or config.depth, graphdef), nnx.to_pure_dict(state)

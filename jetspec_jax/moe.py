@@ -1,0 +1,41 @@
+"""Mixture-of-experts feed-forward that drops no token."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jetspec_jax.numerics import einsum, precision
+
+
+def feed_forward(
+    x: Float[Array, "B T E"],
+    router: Float[Array, "E X"],
+    gate_up: Float[Array, "X E FF"],
+    down: Float[Array, "X F E"],
+    experts_per_token: int,
+    normalize_top_k: bool,
+) -> Float[Array, "B T E"]:
+    """SwiGLU experts of Qwen3-MoE; FF = 2F holds gate and up side by side.
+
+    Rows are sorted by expert and multiplied in ragged groups, so every routed row is computed, whatever the balance:
+    a capacity limit would make a row's result depend on its batch mates. Router probabilities are f32.
+    """
+    batch, rows, hidden = x.shape
+    flat = x.reshape(-1, hidden)
+    probability = jax.nn.softmax(einsum("re,ex->rx", flat, router, jnp.float32), axis=-1)
+    weight, expert = jax.lax.top_k(probability, experts_per_token)
+    if normalize_top_k:
+        weight = weight / weight.sum(-1, keepdims=True)
+
+    order = jnp.argsort(expert.reshape(-1), stable=True)  # routed rows, grouped by expert
+    source = order // experts_per_token
+    sizes = jnp.bincount(expert.reshape(-1), length=router.shape[1]).astype(jnp.int32)
+    ragged = lambda a, w: jax.lax.ragged_dot(
+        a, w, sizes, precision=precision(a.dtype), preferred_element_type=jnp.float32
+    ).astype(a.dtype)
+    gate, up = jnp.split(ragged(flat[source], gate_up), 2, axis=-1)
+    out = ragged(jax.nn.silu(gate) * up, down)
+    scale = weight.reshape(-1)[order].astype(x.dtype)
+    return jnp.zeros_like(flat).at[source].add(out * scale[:, None]).reshape(batch, rows, hidden)

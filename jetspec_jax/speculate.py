@@ -1,0 +1,325 @@
+"""Generation: prompts in, results out, around the pure loop of `decoder.py`.
+
+    result = generate(target, head, "What is 2 + 2?")
+    for piece in stream(target, head, "What is 2 + 2?"):
+        print(piece.text, end="")
+
+`head=None` decodes plainly through the same code. For pipelines of your own, `Decoder`, `Request`, `State`, `prefill`,
+`step` and `rounds` are the pure pieces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
+from jetspec_jax.decoder import (
+    NONFINITE,
+    STOP,
+    Decoder,
+    Request,
+    Round,
+    State,
+    prefill,
+    rounds,
+    step,
+    traced_step,
+)
+
+__all__ = [
+    "Decoder", "DecodeError", "Piece", "Request", "Result", "Round", "State",
+    "generate", "prefill", "rounds", "start", "step", "stream", "traced_step",
+]  # fmt: skip
+
+DEFAULT_BUDGET = {"cpu": 8, "gpu": 64, "tpu": 64}  # by measurement on the CPU (bench/sweep.py); 64 is a start elsewhere
+MAX_EOS = 8
+STREAM_ROUNDS = 4  # rounds between two looks of a stream
+
+Prompt = str | Sequence[int]
+
+
+class DecodeError(RuntimeError):
+    """Decoding went wrong on the device; the message is one line for the user."""
+
+
+@dataclasses.dataclass
+class Result:
+    """One finished request. Field names are the keys of `decode.py --json`."""
+
+    text: str
+    token_ids: list[int]  # the end token included where one ended the row
+    finish_reason: str  # "stop" or "length"
+    prompt_tokens: int
+    new_tokens: int
+    rounds: int
+    accept_lengths: list[int]  # per round, bonus included, as verified
+    emitted: list[int]  # per round, tokens that reached the output
+    acceptance_length: float  # mean of accept_lengths; 0 without rounds
+    tree_sizes: list[int]
+    seconds: dict[str, float]  # load, compile, prefill, decode; of the whole batch
+    tokens_per_second: float  # of this row over the batch's decode time, the first token excluded
+    settings: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of plain values."""
+        return dataclasses.asdict(self)
+
+
+class Piece(NamedTuple):
+    """What a stream yields: new text, new ids, and with the last piece the whole result."""
+
+    text: str
+    token_ids: list[int]
+    result: Result | None
+
+
+def generate(
+    target,
+    head,
+    prompts: Prompt | Sequence[Prompt],
+    tree: TreeConfig | None = None,
+    sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
+    chat: bool | None = None,
+) -> Result | list[Result]:
+    """Decodes one prompt or a batch of unequal ones to the end.
+
+    Args:
+      target: what `load_target` returns.
+      head: what `load_head` returns, or None for plain decoding.
+      prompts: text, token ids, or a list of either; one result for one prompt, a list for a list.
+      tree: the candidate tree; its budget defaults to the device's.
+      sampling: one for all prompts, or one each.
+      chat: whether text goes through the chat template; None uses it where the tokenizer has one.
+
+    Raises:
+      ConfigError: a prompt, option or length is wrong; nothing has been computed then.
+      DecodeError: the target's logits are not finite.
+    """
+    flight = start(target, head, prompts, tree, sampling, chat)
+    flight.advance(flight.decoder.capacity)
+    results = flight.results()
+    return results[0] if flight.single else results
+
+
+def stream(
+    target,
+    head,
+    prompt: Prompt,
+    tree: TreeConfig | None = None,
+    sampling: SamplingConfig | None = None,
+    chat: bool | None = None,
+) -> Iterator[Piece]:
+    """Yields text as it comes; the pieces join to the text of `generate`. Never half a character."""
+    flight = start(target, head, [prompt], tree, sampling, chat)
+    text = target.tokenizer.stream_decoder() if target.tokenizer else None
+    seen = 0
+    while True:
+        state = flight.state
+        ids = flight.new_ids(0)
+        fresh, seen = ids[seen:], len(ids)
+        over = bool(state.done[0])
+        result = flight.results()[0] if over else None
+        shown = fresh[:-1] if over and result.finish_reason == "stop" else fresh
+        piece = "" if text is None else text.push(shown) + (text.finish() if over else "")
+        yield Piece(piece, fresh, result)
+        if over:
+            return
+        flight.advance(STREAM_ROUNDS)
+
+
+class Flight:
+    """A batch on the device: its static decoder, its state, and the time it took. Made by `start`."""
+
+    def __init__(self, target, head, ids, sampling, tree: TreeConfig, single: bool):
+        self.single, self._target, self._ids = single, target, ids
+        budget = tree.budget or DEFAULT_BUDGET[jax.default_backend()]
+        draft = None if head is None or budget == 1 else head.draft
+        rows = _bucket(budget, 2) if draft else 1
+        if draft:
+            depth = tree.depth or draft.depth
+            if depth > draft.depth:
+                raise ConfigError(f"depth={depth}: this head drafts at most {draft.depth} positions a round")
+            draft = dataclasses.replace(draft, depth=min(depth, rows - 1))  # no path is longer than the tree has rows
+        longest = max(len(i) + s.max_new_tokens for i, s in zip(ids, sampling, strict=True))
+        width = _bucket(max(map(len, ids)), 16)
+        capacity = _capacity(max(longest + (draft.depth if draft else 0) + 1, width))
+        self.decoder = Decoder(target.model, draft, rows, capacity, tree.builder, tree.candidates)
+        self._params = {"target": target.params, "draft": head.params if draft else None}
+        self._settings = {
+            "budget": budget if draft else 1,
+            "rows": rows,
+            "tree": tree.builder,
+            "width": min(tree.candidates, max(rows - 1, 1)),
+            "depth": self.decoder.depth,
+            "batch": len(ids),
+            "capacity": capacity,
+            "dtype": str(target.dtype),
+            "device": jax.devices()[0].device_kind,
+        }
+        self._sampling = sampling
+        self.seconds = {"load": target.seconds + (head.seconds if head else 0.0), "compile": 0.0}
+
+        request = _request(ids, sampling, budget, width)
+        program = self._compile(prefill, self._params, request)
+        begin = time.perf_counter()
+        self.state: State = jax.block_until_ready(program(self._params, request))
+        self.seconds |= {"prefill": time.perf_counter() - begin, "decode": 0.0}
+
+    def advance(self, n: int) -> None:
+        """Runs at most n rounds in one launch."""
+        args = self._params, self.state, jnp.int32(n)
+        program = self._compile(rounds, *args)
+        begin = time.perf_counter()
+        self.state = jax.block_until_ready(program(*args))
+        self.seconds["decode"] += time.perf_counter() - begin
+
+    def trace(self) -> Round:
+        """Runs one round and returns what it did, beside the state."""
+        args = self._params, self.state
+        program = self._compile(traced_step, *args)
+        begin = time.perf_counter()
+        self.state, done = jax.block_until_ready(program(*args))
+        self.seconds["decode"] += time.perf_counter() - begin
+        return done
+
+    def new_ids(self, row: int) -> list[int]:
+        """Tokens committed behind the row's prompt so far."""
+        first, last = int(self.state.prompt_length[row]), int(self.state.length[row])
+        return self.state.tokens[row, first:last].tolist()
+
+    def results(self) -> list[Result]:
+        """One result for each prompt, once all rows have ended."""
+        logs = self.state.accept_lengths, self.state.tree_sizes, self.state.emitted
+        state, logs = jax.device_get((self.state._replace(cache=(), draft=None), logs))
+        return [self._result(state, row) for row in range(len(self._ids))]
+
+    def _result(self, s: State, row: int) -> Result:
+        if s.reason[row] == NONFINITE:
+            raise DecodeError(
+                f"the target's logits are not finite in {self._target.dtype} at position {s.length[row]}; "
+                "try --dtype float32 or bfloat16"
+            )
+        ids = s.tokens[row, s.prompt_length[row] : s.length[row]].tolist()
+        stopped = s.reason[row] == STOP
+        count = int(s.rounds[row])
+        accepted = s.accept_lengths[row, :count].tolist()
+        decode, options = self.seconds["decode"], self._sampling[row]
+        return Result(
+            text=self._target.tokenizer.decode(ids[:-1] if stopped else ids) if self._target.tokenizer else "",
+            token_ids=ids,
+            finish_reason="stop" if stopped else "length",
+            prompt_tokens=len(self._ids[row]),
+            new_tokens=len(ids),
+            rounds=count,
+            accept_lengths=accepted,
+            emitted=s.emitted[row, :count].tolist(),
+            acceptance_length=sum(accepted) / count if count else 0.0,
+            tree_sizes=s.tree_sizes[row, :count].tolist(),
+            seconds=dict(self.seconds),
+            tokens_per_second=max(len(ids) - 1, 0) / decode if decode else 0.0,
+            settings=self._settings | {"temperature": options.temperature, "seed": options.seed},
+        )
+
+    def _compile(self, function, *args):
+        program, seconds = compiled(function, self.decoder, *args)
+        self.seconds["compile"] += seconds
+        return program
+
+
+def start(target, head, prompts, tree=None, sampling=None, chat=None) -> Flight:
+    """Checks everything, prefills, and returns the batch in flight; arguments as of `generate`."""
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    prompts = [prompts] if single else list(prompts)
+    if not prompts:
+        raise ConfigError("prompts: the list is empty; give at least one prompt")
+    sampling = sampling or SamplingConfig()
+    options = [sampling] * len(prompts) if isinstance(sampling, SamplingConfig) else list(sampling)
+    if len(options) != len(prompts):
+        raise ConfigError(f"sampling: {len(options)} configurations for {len(prompts)} prompts; give one, or one each")
+    options = [o if o.eos is not None else dataclasses.replace(o, eos=target.eos) for o in options]
+    ids = [prompt_ids(target, prompt, chat) for prompt in prompts]
+    for row, option in zip(ids, options, strict=True):
+        _check(target, row, option)
+    return Flight(target, head, ids, options, tree or TreeConfig(), single)
+
+
+def prompt_ids(target, prompt: Prompt, chat: bool | None = None) -> list[int]:
+    """Token ids of a prompt: ids as they are, text through the chat template unless `chat` is False."""
+    if not isinstance(prompt, str):
+        return [int(i) for i in prompt]
+    if target.tokenizer is None:
+        raise ConfigError(f"prompt: {target.source} has no tokenizer; give token ids (--prompt_ids 1,2,3)")
+    if not prompt:
+        raise ConfigError("prompt='': the prompt is empty; give at least one character")
+    if chat and not target.tokenizer.has_chat_template:
+        raise ConfigError(f"chat: {target.source} has no chat template; use --nochat")
+    if chat is False or not target.tokenizer.has_chat_template:
+        return target.tokenizer.encode(prompt)
+    return target.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+
+
+def _check(target, ids: list[int], option: SamplingConfig) -> None:
+    if not ids:
+        raise ConfigError("prompt: no tokens; give at least one")
+    vocab, limit = target.model.vocab_size, target.config.max_positions
+    bad = [i for i in ids if not 0 <= i < vocab]
+    if bad:
+        raise ConfigError(f"prompt_ids: {bad[0]} is not a token; ids are 0..{vocab - 1}")
+    if len(ids) + option.max_new_tokens > limit:
+        raise ConfigError(
+            f"max_new_tokens={option.max_new_tokens}: with a prompt of {len(ids)} tokens that is "
+            f"{len(ids) + option.max_new_tokens}, and the target's context is {limit}; "
+            f"give at most {max(limit - len(ids), 0)}"
+        )
+    if len(option.eos) > MAX_EOS:
+        raise ConfigError(f"eos: {len(option.eos)} end tokens; at most {MAX_EOS} are supported")
+
+
+def _request(ids, sampling, budget: int, width: int) -> Request:
+    """Right-padded arrays; the batch is padded to a power of two with rows that end before their first round."""
+    spare = _bucket(len(ids), 1) - len(ids)
+    limits = [len(i) + s.max_new_tokens for i, s in zip(ids, sampling, strict=True)]
+    ints = lambda rows, fill: jnp.array([*rows, *[fill] * spare], jnp.int32)
+    return Request(
+        tokens=ints([i + [0] * (width - len(i)) for i in ids], [0] * width),
+        prompt_length=ints(map(len, ids), 1),
+        limit=ints(limits, 1),
+        budget=ints([budget] * len(ids), 1),
+        temperature=jnp.array([s.temperature for s in sampling] + [0.0] * spare, jnp.float32),
+        seed=jnp.array([s.seed for s in sampling] + [0] * spare, jnp.uint32),
+        eos=ints([[*s.eos, *[-1] * (MAX_EOS - len(s.eos))] for s in sampling], [-1] * MAX_EOS),
+    )
+
+
+def _bucket(size: int, smallest: int) -> int:
+    """The next power of two."""
+    return max(smallest, 1 << (size - 1).bit_length())
+
+
+def _capacity(slots: int) -> int:
+    """Cache slots in steps of 256, from 2048 on of 1024."""
+    unit = 256 if slots <= 2048 else 1024
+    return -(-slots // unit) * unit
+
+
+_PROGRAMS: dict[Any, Any] = {}
+
+
+def compiled(function, decoder: Decoder, *args) -> tuple[Any, float]:
+    """The compiled program for these shapes, and the seconds it took to make (0 when it was there). Donates State."""
+    leaves, structure = jax.tree.flatten(args)
+    key = function.__name__, decoder, structure, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
+    if key in _PROGRAMS:
+        return _PROGRAMS[key], 0.0
+    begin = time.perf_counter()
+    donate = () if function is prefill else (1,)
+    bound = lambda *rest: function(decoder, *rest)
+    bound.__name__ = function.__name__
+    _PROGRAMS[key] = jax.jit(bound, donate_argnums=donate).lower(*args).compile()
+    return _PROGRAMS[key], time.perf_counter() - begin

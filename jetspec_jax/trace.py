@@ -1,0 +1,35 @@
+"""Round-by-round traces of a decode, for comparisons with other engines and for study."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jetspec_jax import speculate
+from jetspec_jax.config import SamplingConfig, TreeConfig
+
+
+def run(
+    path: str, target, head, ids: Sequence[int], tree: TreeConfig, sampling: SamplingConfig
+) -> speculate.Result:
+    """Decodes one prompt a round at a time and writes what each round did to a .npz file.
+
+    Per round i: `round{i}_draft_logits` [D, V] f32, `round{i}_tree_tokens`, `round{i}_tree_parents` (root -1) and
+    `round{i}_tree_depths` over the nodes in use, `round{i}_accepted` (node indices, root first).
+    """
+    flight, arrays = speculate.start(target, head, [ids], tree, sampling), {}
+    for i in range(flight.decoder.capacity):
+        if bool(flight.state.done[0]):
+            break
+        done = jax.device_get(flight.trace())
+        size, count = done.tree.size[0], done.accepted.count[0]
+        if done.logits is not None:
+            arrays[f"round{i}_draft_logits"] = done.logits[0]
+        for name in ("tokens", "parents", "depths"):
+            arrays[f"round{i}_tree_{name}"] = getattr(done.tree, name)[0, :size]
+        arrays[f"round{i}_accepted"] = done.accepted.path[0, :count]
+    with open(path, "wb") as file:
+        np.savez(file, **arrays)
+    return flight.results()[0]

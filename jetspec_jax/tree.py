@@ -1,0 +1,138 @@
+"""Candidate trees from per-depth draft logits, as tensor operations of fixed shape.
+
+The draft gives one distribution a depth, shared by all nodes of the depth above; a path is scored by the sum of its
+log-probabilities. Two rules build the tree:
+
+* `best_first`: exactly the T - 1 most probable paths under that score (the DDTree objective);
+* `accum_logp`: the most probable open node receives its whole sibling group, the rule of the published JetSpec engine.
+
+Either way the order of nodes does not depend on the budget: a row's tree is its first `budget` nodes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+class Tree(NamedTuple):
+    """T nodes a row, node 0 the root; parents come before children. Nodes at `size` and behind are padding."""
+
+    tokens: jax.Array  # [B, T] int32
+    parents: jax.Array  # [B, T] int32, -1 for the root and for padding
+    depths: jax.Array  # [B, T] int32
+    size: jax.Array  # [B] int32, nodes in use
+
+    def valid(self) -> jax.Array:
+        """[B, T], False for padding."""
+        return jnp.arange(self.tokens.shape[1]) < self.size[:, None]
+
+
+def root(anchor: Int[Array, " B"]) -> Tree:
+    """The tree of plain decoding: the anchor alone."""
+    zero = jnp.zeros_like(anchor)[:, None]
+    return Tree(anchor[:, None], zero - 1, zero, jnp.ones_like(anchor))
+
+
+def build(
+    builder: str,
+    width: int,
+    rows: int,
+    logits: Float[Array, "B D V"],
+    anchor: Int[Array, " B"],
+    budget: Int[Array, " B"],
+) -> Tree:
+    """A tree of at most `rows` nodes, cut to each row's `budget`; both count the root."""
+    if rows == 1:
+        return root(anchor)
+    width = min(width, rows - 1, logits.shape[-1])  # a node can use no more children than the tree has rows
+    score, token = candidates(logits, width)
+    grow = {"best_first": _best_first, "accum_logp": _accum_logp}[builder]
+    tokens, parents, depths, built = jax.vmap(lambda s, t: grow(s, t, rows))(score, token)
+    size = jnp.clip(budget, 1, built)
+    inside = jnp.arange(rows) < size[:, None]
+    tokens = tokens.at[:, 0].set(anchor)
+    return Tree(*(jnp.where(inside, x, pad) for x, pad in ((tokens, 0), (parents, -1), (depths, 0))), size)
+
+
+def candidates(logits: Float[Array, "B D V"], width: int) -> tuple[Float[Array, "B D W"], Int[Array, "B D W"]]:
+    """Log-probabilities (f32, over the whole vocabulary) and tokens of each depth's best `width`, descending.
+
+    A NaN row scores -inf and drops out of the tree: a broken draft may cost speed, never an output.
+    """
+    top, token = jax.lax.top_k(logits, width)
+    score = top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    return jnp.where(jnp.isnan(score), -jnp.inf, score), token
+
+
+def _best_first(logp: Float[Array, "D W"], token: Int[Array, "D W"], rows: int):
+    """Level by level, the best nodes of each depth; then the best of all depths.
+
+    Scores fall along a path, and on ties the smaller depth wins, so the selection is closed under ancestors. A node of
+    depth d has d nodes above it, which bounds what a level can contribute; the i-th best parent's r-th child is
+    preceded by (i+1)(r+1)-1 nodes of its level, which bounds the pairs that need to be looked at.
+    """
+    depth, width = logp.shape
+    score, scores, origins, ranks, offsets = jnp.zeros(1), [], [], [], []
+    for d in range(min(depth, rows - 1)):
+        keep = rows - 1 - d
+        pairs = [(i, r) for i in range(score.size) for r in range(min(width, keep // (i + 1)))]
+        parent, rank = jnp.array(pairs, jnp.int32).T
+        score, best = jax.lax.top_k(score[parent] + logp[d, rank], min(keep, len(pairs)))
+        before = offsets[-1] if d else 0  # flat index of the first node of the level above
+        origins.append(before + parent[best] if d else jnp.full(best.shape, -1))
+        offsets.append(sum(s.size for s in scores))
+        scores.append(score)
+        ranks.append(rank[best])
+
+    flat = jnp.concatenate(scores)
+    level = jnp.concatenate([jnp.full(s.shape, d, jnp.int32) for d, s in enumerate(scores)])
+    count = min(rows - 1, flat.size)
+    score, order = jax.lax.top_k(flat, count)
+    place = jnp.zeros(flat.size, jnp.int32).at[order].set(jnp.arange(1, count + 1))
+    origin = jnp.concatenate(origins)[order]
+    tokens = token[level[order], jnp.concatenate(ranks)[order]]
+    parents = jnp.where(origin < 0, 0, place[origin])
+    pad = (1, rows - 1 - count)
+    return (
+        jnp.pad(tokens, pad),
+        jnp.pad(parents, pad, constant_values=-1),
+        jnp.pad(level[order] + 1, pad),
+        1 + jnp.isfinite(score).sum(),
+    )
+
+
+def _accum_logp(logp: Float[Array, "D W"], token: Int[Array, "D W"], rows: int):
+    """ceil((T-1)/W) expansions of the most probable open node; the first of equals wins, and nodes of the last depth
+    never open, so the order of nodes is that of a heap with insertion numbers."""
+    depth, width = logp.shape
+    expansions = -(-(rows - 1) // width)
+    slots = 1 + expansions * width
+
+    def expand(e, tree):
+        open_score, tokens, parents, depths, built = tree
+        node = jnp.argmax(open_score)
+        best, d = open_score[node], depths[node]
+        grows = best > -jnp.inf
+        child = jnp.where(grows & (d + 1 < depth), best + logp[d], -jnp.inf)
+        at = lambda x, new: jax.lax.dynamic_update_slice(x, new.astype(x.dtype), (1 + e * width,))
+        return (
+            at(open_score.at[node].set(-jnp.inf), child),
+            at(tokens, token[d]),
+            at(parents, jnp.full(width, node)),
+            at(depths, jnp.full(width, d + 1)),
+            built + grows * jnp.isfinite(logp[d]).sum(),
+        )
+
+    start = (
+        jnp.full(slots, -jnp.inf).at[0].set(0.0),
+        jnp.zeros(slots, jnp.int32),
+        jnp.full(slots, -1, jnp.int32),
+        jnp.zeros(slots, jnp.int32),
+        jnp.int32(1),
+    )
+    _, tokens, parents, depths, built = jax.lax.fori_loop(0, expansions, expand, start)
+    return tokens[:rows], parents[:rows], depths[:rows], jnp.minimum(built, rows)
