@@ -37,11 +37,18 @@ flags.DEFINE_string(
     "Prompts are decoded one after the other.",
 )
 flags.DEFINE_integer("max_new_tokens", 256, "Most tokens to generate.")
-flags.DEFINE_integer("budget", None, "Tree nodes verified a round, root included; 1 is plain decoding. Default: by device.")
-flags.DEFINE_integer("width", None, "Candidates a depth (best_first, default 64) or children a node (accum_logp, default 7).")
+flags.DEFINE_integer(
+    "budget", None, "Tree nodes verified a round, root included; 1 is plain decoding. Default: by device."
+)
+flags.DEFINE_integer(
+    "width", None, "Candidates a depth (best_first, default 64) or children a node (accum_logp, default 7)."
+)
 flags.DEFINE_integer("depth", None, "Longest drafted path. Default: the head's block without its anchor.")
 flags.DEFINE_enum(
-    "tree", None, ["best_first", "accum_logp"], "best_first (default): the most probable nodes; accum_logp: whole siblings."
+    "tree",
+    None,
+    ["best_first", "accum_logp"],
+    "best_first (default): the most probable nodes; accum_logp: whole siblings.",
 )
 flags.DEFINE_float("temperature", 0.0, "0 is greedy.")
 flags.DEFINE_integer("seed", 0, "Seed of sampling; the same seed gives the same tokens with any method and budget.")
@@ -64,6 +71,7 @@ def main(argv: list[str]) -> int:
     try:
         _parse(argv)
         tree, sampling = _configs()
+        ids = _prompt_ids()
     except (flags.Error, UsageError) as error:
         return _fail(2, error)
 
@@ -71,7 +79,7 @@ def main(argv: list[str]) -> int:
     from jetspec_jax.speculate import DecodeError
 
     try:
-        rows = _rows(sampling)
+        rows = _rows(ids, sampling)
         target, head, tree = _load(tree)
         for row in rows:
             _decode(target, head, tree, row)
@@ -149,16 +157,20 @@ class Row:
     id: Any = None
 
 
-def _rows(sampling) -> list[Row]:
+def _prompt_ids() -> list[int] | None:
+    if FLAGS.prompt_ids is None:
+        return None
+    words = FLAGS.prompt_ids.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise UsageError(f"--prompt_ids={FLAGS.prompt_ids!r}: give whole numbers with commas, e.g. 1,2,3")
+    return [int(word) for word in words]
+
+
+def _rows(ids: list[int] | None, sampling) -> list[Row]:
     from jetspec_jax.config import ConfigError
 
-    if FLAGS.prompt is not None:
-        return [Row(FLAGS.prompt, sampling)]
-    if FLAGS.prompt_ids is not None:
-        try:
-            return [Row([int(i) for i in FLAGS.prompt_ids.split(",")], sampling)]
-        except ValueError:
-            raise ConfigError(f"prompt_ids={FLAGS.prompt_ids!r}: give whole numbers with commas, e.g. 1,2,3") from None
+    if FLAGS.prompt_file is None:
+        return [Row(FLAGS.prompt if ids is None else ids, sampling)]
     with open(FLAGS.prompt_file, encoding="utf-8") as lines:
         rows = [_row(line, f"{FLAGS.prompt_file}:{n}", sampling) for n, line in enumerate(lines, 1) if line.strip()]
     if not rows:
@@ -179,8 +191,12 @@ def _row(line: str, where: str, sampling) -> Row:
     if unknown:
         raise ConfigError(f"{where}: unknown key {min(unknown)!r}; known are id, {', '.join(ROW_OPTIONS)}")
     prompt = raw.get("prompt", raw.get("messages"))
-    turns = isinstance(prompt, list) and prompt and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
+    turns = (
+        isinstance(prompt, list)
+        and prompt
+        and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
+        )
     )
     if not (turns if "messages" in raw else isinstance(prompt, str)):
         raise ConfigError(f"{where}: prompt must be text, messages a list of {{role, content}}")

@@ -34,9 +34,10 @@ def __getattr__(name: str):
     """Loads a public name when it is first used: `import jetspec_jax` alone imports no jax."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'jetspec_jax' has no attribute {name!r}")
-    if _PUBLIC[name] is None:
+    module = _PUBLIC[name]
+    if module is None:
         return importlib.import_module(f"jetspec_jax.{name}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    return getattr(importlib.import_module(module), name)
 
 
 def __dir__():

@@ -119,7 +119,9 @@ class HeadConfig:
 
     def __post_init__(self):
         if self.block_size < 2:
-            raise ConfigError(f"block_size={self.block_size}: a block is one anchor and at least one drafted slot, so >= 2")
+            raise ConfigError(
+                f"block_size={self.block_size}: a block is one anchor and at least one drafted slot, so >= 2"
+            )
         if not self.tap_layers:
             raise ConfigError("target_layer_ids=[]: a head needs at least one tapped layer of the target")
         if len(set(self.tap_layers)) != len(self.tap_layers):
@@ -145,14 +147,18 @@ class HeadConfig:
             raise ConfigError(f"{where}: model_type={raw['model_type']!r} is no draft head; heads are qwen3")
         block = raw.get("dflash_config")
         if not isinstance(block, dict):
-            raise ConfigError(f"{where}: no dflash_config, so this is no JetSpec or DFlash head; is it the target's folder?")
+            raise ConfigError(
+                f"{where}: no dflash_config, so this is no JetSpec or DFlash head; is it the target's folder?"
+            )
         _refuse_unsupported(raw, where)
         target_hidden = block.get("target_hidden_size", raw.get("hidden_size"))
         if target_hidden != raw.get("hidden_size"):
             raise ConfigError(f"{where}: target_hidden_size={target_hidden} with an adapter is not supported")
         flags = {key: block[key] for key in ("causal_head", "causal") if key in block}
         if len(set(flags.values())) > 1:
-            raise ConfigError(f"{where}: causal_head={flags['causal_head']} contradicts causal={flags['causal']}; keep one")
+            raise ConfigError(
+                f"{where}: causal_head={flags['causal_head']} contradicts causal={flags['causal']}; keep one"
+            )
         if not flags:
             warn(f"{where}: neither causal_head nor causal is given; taking the head as bidirectional (DFlash)")
         layers = _need(raw, "num_hidden_layers", where)
@@ -160,7 +166,9 @@ class HeadConfig:
         hidden, heads = _need(raw, "hidden_size", where), _need(raw, "num_attention_heads", where)
         mask = block.get("mask_token_id")
         if not isinstance(mask, int):
-            raise ConfigError(f"{where}: dflash_config.mask_token_id is {mask!r}; give the id of an unused embedding row")
+            raise ConfigError(
+                f"{where}: dflash_config.mask_token_id is {mask!r}; give the id of an unused embedding row"
+            )
         taps = block.get("target_layer_ids")
         return cls(
             vocab_size=_need(raw, "vocab_size", where),

@@ -119,9 +119,7 @@ def prefill(decoder: Decoder, params: dict, request: Request) -> State:
 
     last = jnp.take_along_axis(out.hidden, request.prompt_length[:, None, None] - 1, 1)
     logits = target.logits(params["target"], last)
-    first = sampling.choose(
-        logits, zeros[:, None], request.prompt_length, request.temperature, request.seed, span=1
-    )
+    first = sampling.choose(logits, zeros[:, None], request.prompt_length, request.temperature, request.seed, span=1)
     records = jnp.zeros((batch, decoder.capacity), jnp.int32)
     state = State(
         tokens=jax.lax.dynamic_update_slice(records, tokens, (0, 0)),
@@ -185,9 +183,7 @@ def traced_step(decoder: Decoder, params: dict, state: State) -> tuple[State, Ro
 
     ancestors = masks.ancestors(tree.parents, depth)
     positions = past[:, None] + tree.depths
-    out = target.forward(
-        weights, tree.tokens, positions, ancestors, state.cache, past, draft.taps if draft else ()
-    )
+    out = target.forward(weights, tree.tokens, positions, ancestors, state.cache, past, draft.taps if draft else ())
     logits = target.logits(weights, out.hidden)
     choice = sampling.choose(logits, tree.depths, state.length, state.temperature, state.seed, span=depth + 1)
     accepted = accept(tree, ancestors, choice, depth)
@@ -196,7 +192,7 @@ def traced_step(decoder: Decoder, params: dict, state: State) -> tuple[State, Ro
     old, (state, kept) = state, _commit(state, accepted.tokens, accepted.count, _finite(nodes, accepted.tokens))
     cache = kv_cache.write(old.cache, kv_cache.take(out.fresh, accepted.path), past)
     if draft:
-        features = jnp.take_along_axis(out.taps, accepted.path[..., None], 1) if draft.taps else None
+        features = jnp.take_along_axis(out.taps, accepted.path[..., None], 1) if out.taps is not None else None
         drafting = draft.keep(drafting, features, kept)
 
     row = jnp.where(old.done, decoder.capacity, old.rounds)  # out of bounds for finished rows: dropped

@@ -120,15 +120,13 @@ def stream(
     text = target.tokenizer.stream_decoder() if target.tokenizer else None
     seen = 0
     while True:
-        state = flight.state
         ids = flight.new_ids(0)
         fresh, seen = ids[seen:], len(ids)
-        over = bool(state.done[0])
-        result = flight.results()[0] if over else None
-        shown = fresh[:-1] if over and result.finish_reason == "stop" else fresh
-        piece = "" if text is None else text.push(shown) + (text.finish() if over else "")
+        result = flight.results()[0] if bool(flight.state.done[0]) else None
+        shown = fresh[:-1] if result and result.finish_reason == "stop" else fresh
+        piece = "" if text is None else text.push(shown) + (text.finish() if result else "")
         yield Piece(piece, fresh, result)
-        if over:
+        if result:
             return
         flight.advance(STREAM_ROUNDS)
 
@@ -277,8 +275,8 @@ def _check(target, ids: list[int], option: SamplingConfig) -> None:
             f"{len(ids) + option.max_new_tokens}, and the target's context is {limit}; "
             f"give at most {max(limit - len(ids), 0)}"
         )
-    if len(option.eos) > MAX_EOS:
-        raise ConfigError(f"eos: {len(option.eos)} end tokens; at most {MAX_EOS} are supported")
+    if len(option.eos or ()) > MAX_EOS:
+        raise ConfigError(f"eos: {len(option.eos or ())} end tokens; at most {MAX_EOS} are supported")
 
 
 def _request(ids, sampling, budget: int, width: int) -> Request:
@@ -293,7 +291,7 @@ def _request(ids, sampling, budget: int, width: int) -> Request:
         budget=ints([budget] * len(ids), 1),
         temperature=jnp.array([s.temperature for s in sampling] + [0.0] * spare, jnp.float32),
         seed=jnp.array([s.seed for s in sampling] + [0] * spare, jnp.uint32),
-        eos=ints([[*s.eos, *[-1] * (MAX_EOS - len(s.eos))] for s in sampling], [-1] * MAX_EOS),
+        eos=ints([[*(s.eos or ()), *[-1] * MAX_EOS][:MAX_EOS] for s in sampling], [-1] * MAX_EOS),
     )
 
 

@@ -55,7 +55,8 @@ def build(
     size = jnp.clip(budget, 1, built)
     inside = jnp.arange(rows) < size[:, None]
     tokens = tokens.at[:, 0].set(anchor)
-    return Tree(*(jnp.where(inside, x, pad) for x, pad in ((tokens, 0), (parents, -1), (depths, 0))), size)
+    cut = lambda x, padding: jnp.where(inside, x, padding)
+    return Tree(cut(tokens, 0), cut(parents, -1), cut(depths, 0), size)
 
 
 def candidates(logits: Float[Array, "B D V"], width: int) -> tuple[Float[Array, "B D W"], Int[Array, "B D W"]]:
@@ -76,7 +77,11 @@ def _best_first(logp: Float[Array, "D W"], token: Int[Array, "D W"], rows: int):
     preceded by (i+1)(r+1)-1 nodes of its level, which bounds the pairs that need to be looked at.
     """
     depth, width = logp.shape
-    score, scores, origins, ranks, offsets = jnp.zeros(1), [], [], [], []
+    score = jnp.zeros(1)
+    scores: list[jax.Array] = []
+    origins: list[jax.Array] = []
+    ranks: list[jax.Array] = []
+    offsets: list[int] = []
     for d in range(min(depth, rows - 1)):
         keep = rows - 1 - d
         pairs = [(i, r) for i in range(score.size) for r in range(min(width, keep // (i + 1)))]

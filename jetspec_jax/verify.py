@@ -16,12 +16,10 @@ class Accepted(NamedTuple):
 
     path: jax.Array  # [B, D + 1] node indices, root first
     tokens: jax.Array  # [B, D + 1] the target's choice at each node of the path: the drafts it confirms, then the bonus
-    count: jax.Array  # [B] nodes on the path = tokens committed (accepted drafts + 1)
+    count: jax.Array  # type: ignore[assignment]  # [B] nodes on the path = tokens committed (accepted drafts + 1)
 
 
-def accept(
-    tree: Tree, ancestors: Bool[Array, "B T T"], choice: Int[Array, "B T"], depth: int
-) -> Accepted:
+def accept(tree: Tree, ancestors: Bool[Array, "B T T"], choice: Int[Array, "B T"], depth: int) -> Accepted:
     """Longest match: a node is agreed when it and all its ancestors equal the target's choice at their parents."""
     wanted = jnp.take_along_axis(choice, jnp.maximum(tree.parents, 0), 1)
     match = (tree.depths == 0) | (tree.tokens == wanted)

@@ -29,8 +29,8 @@ class Draft(Protocol):
     def init(self, params, batch: int, capacity: int) -> Any:
         """State of an empty context."""
 
-    def prefill(self, params, state, features: Float[Array, "B P C"], length: Int[Array, " B"]) -> Any:
-        """Takes in the features of a prompt's first `length` positions (right-padded)."""
+    def prefill(self, params, state, features: Float[Array, "B P F"] | None, length: Int[Array, " B"]) -> Any:
+        """Takes in the features (None without taps) of a prompt's first `length` positions (right-padded)."""
 
     def propose(
         self,
@@ -43,5 +43,5 @@ class Draft(Protocol):
     ) -> tuple[Float[Array, "B D V"], Any]:
         """f32 logits of positions length..length+D-1, and the state after it; `embed`, `logits` are the target's."""
 
-    def keep(self, state, features: Float[Array, "B R C"], count: Int[Array, " B"]) -> Any:
+    def keep(self, state, features: Float[Array, "B R F"] | None, count: Int[Array, " B"]) -> Any:
         """Takes the features of the first `count` rows that a round committed, R = D + 1."""

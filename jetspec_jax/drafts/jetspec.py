@@ -79,7 +79,7 @@ class HeadState(NamedTuple):
     context: Cache  # one (k, v) pair [B, K, S, H] a layer
     length: jax.Array  # [B] projected rows
     pending: jax.Array  # [B, D + 1, F] features
-    count: jax.Array  # [B] pending rows
+    count: jax.Array  # type: ignore[assignment]  # [B] pending rows
 
 
 @dataclasses.dataclass(frozen=True)

