@@ -15,7 +15,7 @@ import pathlib
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import ml_dtypes
@@ -30,6 +30,7 @@ HEAD_META = "jetspec.json"  # our own file beside a head: what a loader should c
 BORROWED = ("embed_tokens.weight", "lm_head.weight", "model.embed_tokens.weight")  # a head uses the target's
 
 
+@runtime_checkable
 class Source(Protocol):
     """Named tensors of a checkpoint, read one at a time."""
 

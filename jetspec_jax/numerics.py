@@ -11,7 +11,7 @@ def precision(dtype) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
-def einsum(spec: str, x: jax.Array, w: jax.Array, out: jnp.dtype | None = None) -> jax.Array:
+def einsum(spec: str, x: jax.Array, w: jax.Array, out: jax.typing.DTypeLike | None = None) -> jax.Array:
     """`jnp.einsum` accumulated in f32, returned in `out` or the dtype of `x`."""
     y = jnp.einsum(spec, x, w, precision=precision(x.dtype), preferred_element_type=jnp.float32)
     return y.astype(out or x.dtype)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-import types
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,25 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jetspec_jax import masks, rope
+from jetspec_jax import load, masks, rope
 from jetspec_jax.attention import attend
 from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig
 from jetspec_jax.drafts import jetspec
+from jetspec_jax.evals import prompts
 from jetspec_jax.models import qwen3
 from jetspec_jax.numerics import rms_norm
 from jetspec_jax.training import anchors as anchor_rules
 from jetspec_jax.training import answers as answer_store
-from jetspec_jax.training import features, forward, loop, losses, options, regenerate, step
+from jetspec_jax.training import (
+    features,
+    forward,
+    loop,
+    losses,
+    options,
+    pipeline,
+    regenerate,
+    step,
+)
 from jetspec_jax.training.anchors import Anchors
 
 WIDTH = 24
@@ -41,7 +51,9 @@ def random_params(shapes, seed):
 def target():
     model, shapes = qwen3.build(MODEL, jnp.float32)
     params = random_params(shapes, 0)
-    return types.SimpleNamespace(model=model, params=params, config=MODEL, eos=MODEL.eos_token_ids, dtype="float32")
+    return load.LoadedTarget(
+        model, params, MODEL, "float32", MODEL.eos_token_ids, "tiny.gguf", "f00d", 0.0, lambda: None
+    )
 
 
 @pytest.fixture(scope="module")
@@ -269,18 +281,40 @@ def test_folding_the_scale_keeps_the_numbers(target):
     np.testing.assert_allclose(context(folded, taps), context(params, taps / scale), atol=1e-5)
 
 
-def test_options_name_the_nearest_key(tmp_path):
-    path = tmp_path / "c.py"
-    path.write_text(
-        "import ml_collections\ndef get_config():\n  return ml_collections.ConfigDict(dict(steps=1, lr=0.1, on=True))\n"
-    )
-    base = ["--config", str(path), "--workdir=w"]
-    config, workdir = options.parse([*base, "--config.steps=7", "--config.on", "false"])
-    assert (config.steps, config.on, config.lr, str(workdir)) == (7, False, 0.1, "w")
-    for wrong, message in [
-        ("--config.stepz=3", r"did you mean --config\.steps"),
-        ("--config.steps=x", "a int is needed"),
-        ("--wordkir=x", "did you mean --workdir"),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            options.parse([*base, wrong])
+def test_pipeline_leaves_a_head_that_loads(target, tmp_path, monkeypatch):
+    """All stages on a random target; the second call finds every stage done."""
+    config = options.load(pathlib.Path("configs/demo.py"))
+    small = {
+        "pool": str(tmp_path / "pool.jsonl"),
+        "max_prompt_tokens": 9,
+        "max_new_tokens": 15,
+        "answer_batch": 2,
+        "feature_batch": 2,
+        "head_layers": 2,
+        "taps": 1,
+        "block_size": 4,
+        "mask_token_id": 3,
+        "steps": 2,
+        "batch": 2,
+        "anchors": 4,
+        "log_every": 1,
+        "loss_chunk": 16,
+    }
+    config.update(small)
+    lines = [prompts.message(f"chat_x/{i}", "x" * (i + 2)) for i in range(3)]
+    prompts.write(config.pool, [*lines, prompts.message("code_numpy/0", "x" * 40)])
+    monkeypatch.setattr(load.LoadedTarget, "encode_messages", lambda self, rows: [5] * len(rows[0]["content"]))
+    monkeypatch.setattr(load, "load_target", lambda source, dtype: target)
+    config.target = "tiny.gguf"
+    log = []
+    pipeline.run(config, tmp_path / "run", log.append)
+    head = load.load_head(tmp_path / "run" / "head", target)
+    assert head.config == dataclasses.replace(pipeline.head_config(config, MODEL), dtype="bfloat16")
+    assert head.metadata["target_fingerprint"] == "f00d" and head.metadata["training_length"] == 24
+    assert "3 prompts, 3 answers" in (tmp_path / "run" / "head" / "README.md").read_text()
+
+    log.clear()
+    pipeline.run(config, tmp_path / "run", log.append)
+    assert not any("regenerate" in line or "step 1 " in line for line in log)
+    again = load.load_head(tmp_path / "run" / "head", target)
+    jax.tree.map(np.testing.assert_array_equal, again.params, head.params)

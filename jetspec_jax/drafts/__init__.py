@@ -6,11 +6,12 @@ A draft turns what the target has shown so far into logits for the next D positi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int
 
 
+@runtime_checkable
 class Draft(Protocol):
     """Pure functions of a drafter; hashable, parameters and state are passed in.
 

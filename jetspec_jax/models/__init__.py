@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
@@ -18,6 +18,7 @@ class Output(NamedTuple):
     taps: jax.Array | None  # [B, T, len(taps) * E], outputs of the tapped layers side by side
 
 
+@runtime_checkable
 class Target(Protocol):
     """Pure functions of a frozen verifier; hashable, parameters are passed in."""
 

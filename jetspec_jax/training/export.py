@@ -53,8 +53,8 @@ Held-out prompts come from the same sources as the training prompts.
 {sources}
 
 Mathematics: train splits of GSM8K and MATH (MIT). Code: MBPP outside its test split (CC BY 4.0), and signatures with
-docstrings of installed packages{licences}. Chat: written for this package. No benchmark row is among them, nor any
-prompt that shares 16 words in a row with one.
+docstrings of installed packages. Chat: written for this package. No benchmark row is among them, nor any prompt that
+shares 16 words in a row with one. {licences}
 
 ## Limits
 
@@ -79,8 +79,15 @@ def write(
     params = step.fold(state.params, scale, "bfloat16")
     family = "jetspec" if recipe.head.causal else "dflash"
     at = int(state.step)
-    metadata = {"thinking": False, "training_length": recipe.width, "training_steps": at}
-    checkpoint.save_head(folder, recipe.head, params, target=target, metadata=metadata, max_shard_bytes=SHARD_BYTES)
+    metadata = {
+        "family": family,
+        "target": Path(target.source).name,
+        "target_fingerprint": target.fingerprint,
+        "thinking": False,
+        "training_length": recipe.width,
+        "training_steps": at,
+    }
+    checkpoint.save_head(folder, recipe.head, params, metadata, SHARD_BYTES)
     (folder / "training.json").write_text(json.dumps({"config": config.to_dict(), "answers": answers}, indent=1) + "\n")
     packages = sorted(s.removeprefix("code_") for s in answers["sources"] if s.startswith("code_"))
     licences = ", ".join(f"{name} ({LICENCES.get(name, 'see its distribution')})" for name in packages)
@@ -113,7 +120,7 @@ def write(
         ended=answers["ended"],
         samples=f"; {config.samples} a prompt sampled at temperature {config.temperature}" if config.samples else "",
         sources=_sources(answers),
-        licences=f": {licences}" if licences else "",
+        licences=f"Licences of the packages: {licences}." if licences else "",
         width=recipe.width,
     )
     (folder / "README.md").write_text(card, encoding="utf-8")

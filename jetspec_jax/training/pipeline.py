@@ -56,7 +56,7 @@ def run(config: ml_collections.ConfigDict, workdir: Path, log: Callable[[str], N
     target = load.load_target(config.target or demo.fetch_target(), config.dtype or None)
     folder, summary = workdir / "answers", workdir / "answers.json"
     if not summary.exists():
-        ids = regenerate.tokenize(target.tokenizer, rows[: config.max_prompts or None], config.max_prompt_tokens)
+        ids = regenerate.tokenize(target, rows[: config.max_prompts or None], config.max_prompt_tokens)
         complete = regenerate.regenerate(
             target,
             ids,

@@ -24,9 +24,9 @@ from jetspec_jax.training.answers import Answers
 PROMPT_STEP = 128  # padded prompt widths are multiples of this: one prefill program each
 
 
-def tokenize(tokenizer, rows: Sequence[dict], longest: int) -> list[list[int]]:
+def tokenize(target, rows: Sequence[dict], longest: int) -> list[list[int]]:
     """Prompt ids of the rows of a pool through the chat template; [] for those longer than `longest` tokens."""
-    ids = [tokenizer.encode_chat(row["messages"]) for row in rows]
+    ids = [target.encode_messages(row["messages"]) for row in rows]
     return [i if len(i) <= longest else [] for i in ids]
 
 
