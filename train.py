@@ -9,8 +9,11 @@ same command again goes on where it stopped. Exit status: 0 done or out of time,
 import os
 import sys
 
+import jax
+
+from jetspec_jax import demo
 from jetspec_jax.config import ConfigError
-from jetspec_jax.training import options
+from jetspec_jax.training import options, pipeline
 
 
 def main(argv: list[str]) -> int:
@@ -20,15 +23,10 @@ def main(argv: list[str]) -> int:
         return 0 if argv else 2
     try:
         config, workdir = options.parse(argv)
+        pipeline.check(config)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-
-    import jax
-
-    from jetspec_jax import demo
-    from jetspec_jax.training import pipeline
-
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", os.path.join(demo.cache_folder(), "xla"))
     try:

@@ -43,7 +43,10 @@ def attend(
     batch, rows, heads, dim = q.shape
     groups = heads // fresh[0].shape[1]
     q = q.reshape(batch, rows, -1, groups, dim).transpose(0, 2, 3, 1, 4)
-    whole = _part(q, *fresh, mask[:, None, None])
+    # A weight of zero would not keep the NaN or inf of a rejected branch out of the sum. Nothing is hidden by this: a
+    # row that is broken itself scores NaN against its own key, and its logits tell.
+    values = jnp.where(jnp.isfinite(fresh[1]), fresh[1], 0)
+    whole = _part(q, fresh[0], values, mask[:, None, None])
     if prefix is not None:
         whole = _join(whole, _prefix(q, prefix, length))
     out = (whole.value / whole.total[..., None]).astype(q.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -63,6 +64,13 @@ def first_difference(
 
 def next_logits(target, ids: Sequence[int]) -> jax.Array:
     """f32 logits [V] of the token behind `ids`, from one plain forward."""
-    tokens = jnp.array([ids], jnp.int32)
-    out = target.model.forward(target.params, tokens, jnp.arange(len(ids))[None], masks.causal(len(ids)))
-    return target.model.logits(target.params, out.hidden[:, -1])[0]
+    width = -(-len(ids) // 128) * 128  # few programs: causal rows do not see the padding behind them
+    tokens = jnp.array([[*ids, *[0] * (width - len(ids))]], jnp.int32)
+    return _logits_at(target.model, target.params, tokens, len(ids) - 1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits_at(model, params, tokens, row):
+    width = tokens.shape[1]
+    out = model.forward(params, tokens, jnp.arange(width)[None], masks.causal(width))
+    return model.logits(params, out.hidden[0, row])

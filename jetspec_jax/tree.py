@@ -111,25 +111,28 @@ def _best_first(logp: Float[Array, "D W"], token: Int[Array, "D W"], rows: int):
 
 
 def _accum_logp(logp: Float[Array, "D W"], token: Int[Array, "D W"], rows: int):
-    """ceil((T-1)/W) expansions of the most probable open node; the first of equals wins, and nodes of the last depth
-    never open, so the order of nodes is that of a heap with insertion numbers."""
+    """Expands the most probable open node until `rows` nodes are built; the first of equals wins, and nodes of the last
+    depth never open, so the order of nodes is that of a heap with insertion numbers. Children of zero probability are
+    no nodes: the next sibling group is written over them."""
     depth, width = logp.shape
-    expansions = -(-(rows - 1) // width)
-    slots = 1 + expansions * width
+    slots = rows + width
 
-    def expand(e, tree):
+    def grows(tree):
+        open_score, *_, built = tree
+        return (built < rows) & (open_score.max() > -jnp.inf)
+
+    def expand(tree):
         open_score, tokens, parents, depths, built = tree
         node = jnp.argmax(open_score)
         best, d = open_score[node], depths[node]
-        grows = best > -jnp.inf
-        child = jnp.where(grows & (d + 1 < depth), best + logp[d], -jnp.inf)
-        at = lambda x, new: jax.lax.dynamic_update_slice(x, new.astype(x.dtype), (1 + e * width,))
+        child = jnp.where(d + 1 < depth, best + logp[d], -jnp.inf)
+        at = lambda x, new: jax.lax.dynamic_update_slice(x, new.astype(x.dtype), (built,))
         return (
             at(open_score.at[node].set(-jnp.inf), child),
             at(tokens, token[d]),
             at(parents, jnp.full(width, node)),
             at(depths, jnp.full(width, d + 1)),
-            built + grows * jnp.isfinite(logp[d]).sum(),
+            built + jnp.isfinite(logp[d]).sum(),
         )
 
     start = (
@@ -139,5 +142,5 @@ def _accum_logp(logp: Float[Array, "D W"], token: Int[Array, "D W"], rows: int):
         jnp.zeros(slots, jnp.int32),
         jnp.int32(1),
     )
-    _, tokens, parents, depths, built = jax.lax.fori_loop(0, expansions, expand, start)
+    _, tokens, parents, depths, built = jax.lax.while_loop(grows, expand, start)
     return tokens[:rows], parents[:rows], depths[:rows], jnp.minimum(built, rows)

@@ -234,6 +234,8 @@ def test_loops_are_cut_to_two_periods():
     row = answer_store.join([np.concatenate([[7, 7], body])], one(0), one(0), one(2), one(2 + body.size), one(True))
     cut = answer_store.without_loops(row)
     assert cut.tokens.tolist() == [7, 7, 9, 8, 1, 2, 3, 1, 2, 3] and not cut.ended[0]
+    assert answer_store.fitting(row, 40, seed=0).length.tolist() == [40]
+    assert answer_store.fitting(row, 39, seed=0).length.size == 0
     plain = answer_store.join([np.arange(40)], one(0), one(0), one(2), one(40), one(True))
     assert answer_store.without_loops(plain).length[0] == 40
 

@@ -1,10 +1,12 @@
 """Training data: benchmark prompts, the pool of training prompts, and the options of a run."""
 
+import pathlib
+
 import pytest
 
 from jetspec_jax.config import ConfigError
 from jetspec_jax.evals import prompts
-from jetspec_jax.training import code_prompts, options, pool
+from jetspec_jax.training import code_prompts, options, pipeline, pool
 
 SOURCE = '''
 class Box:
@@ -88,3 +90,8 @@ def test_options_name_the_nearest_key(tmp_path):
     ]:
         with pytest.raises(ConfigError, match=message):
             options.parse([*base, wrong])
+    demo = options.load(pathlib.Path("configs/demo.py"))
+    pipeline.check(demo)
+    for key, value, message in [("until", "x", "choose one of pool"), ("steps", 0, "steps=0: give a number >= 1")]:
+        with pytest.raises(ConfigError, match=message):
+            pipeline.check(type(demo)({**demo.to_dict(), key: value}))

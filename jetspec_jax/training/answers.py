@@ -61,14 +61,18 @@ def write(folder: Path, number: int, answers: Answers) -> Path:
     return path
 
 
-def read(folder: Path) -> Answers | None:
-    """All parts of a folder in order; None where there is none."""
-    parts = []
+def read(folder: Path) -> Answers:
+    """All parts of a folder in order; no rows where there is none."""
+    none = np.zeros(0, np.int32)
+    parts = [join([], none, none, none, none, none.astype(bool))]
     for path in sorted(folder.glob("part-*.npz")):
         with np.load(path) as stored:
             parts.append(Answers(**stored))
-    if not parts:
-        return None
+    return concatenate(parts)
+
+
+def concatenate(parts: list[Answers]) -> Answers:
+    """The rows of all parts."""
     return Answers(*(np.concatenate(field) for field in zip(*parts, strict=True)))
 
 
@@ -81,6 +85,13 @@ def usable(known: Answers, trim_loops: bool) -> Answers:
     if not order.size:
         raise ConfigError("answers: none is longer than one token; there is nothing to learn from")
     return known.select(order)
+
+
+def fitting(known: Answers, positions: int, seed: int) -> Answers:
+    """Random rows with at most that many tokens in all, in their old order."""
+    order = np.random.default_rng(seed).permutation(len(known.length))
+    kept = order[np.cumsum(known.length[order], dtype=np.int64) <= positions]
+    return known.select(np.sort(kept))
 
 
 def without_loops(answers: Answers) -> Answers:

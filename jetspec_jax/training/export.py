@@ -48,7 +48,8 @@ Held-out prompts come from the same sources as the training prompts.
 ## Data
 
 {prompts:,} prompts, {answers:,} answers, {tokens:,} answer tokens, all written by the target itself (at most
-{max_new} tokens an answer; {ended:.0%} ended by themselves{samples}).
+{max_new} tokens an answer; {ended:.0%} ended by themselves{samples}). {used:,} answers with {used_tokens:,}
+answer tokens were trained on{trimmed}.
 
 {sources}
 
@@ -118,6 +119,9 @@ def write(
         tokens=answers["tokens"],
         max_new=config.max_new_tokens,
         ended=answers["ended"],
+        used=answers["used"]["answers"],
+        used_tokens=answers["used"]["tokens"],
+        trimmed=", after loops at their ends had been cut" if config.trim_loops else "",
         samples=f"; {config.samples} a prompt sampled at temperature {config.temperature}" if config.samples else "",
         sources=_sources(answers),
         licences=f"Licences of the packages: {licences}." if licences else "",

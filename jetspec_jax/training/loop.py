@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import grain.python as grain
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ def parse(argv: list[str]) -> tuple[ml_collections.ConfigDict, Path]:
         if name not in ("config", "workdir") and not name.startswith("config."):
             raise ConfigError(f"--{name}: no such option{_nearest(name, ['config', 'workdir'], '--')}\n{USAGE}")
         if not equals:
-            value = next(rest, None)
-            if value is None:
+            value = next(rest, "")
+            if not value:
                 raise ConfigError(f"--{name}: a value is missing\n{USAGE}")
         if name in ("config", "workdir"):
             given[name] = value
@@ -52,12 +52,10 @@ def load(path: Path) -> ml_collections.ConfigDict:
     """What `get_config()` of a Python file returns."""
     if not path.is_file():
         raise ConfigError(f"--config={path}: no such file; give one of configs/*.py")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, "get_config"):
+    names = runpy.run_path(str(path))
+    if "get_config" not in names:
         raise ConfigError(f"--config={path}: it has no function get_config()")
-    return module.get_config()
+    return names["get_config"]()
 
 
 def _nearest(name: str, known: list[str], prefix: str) -> str:

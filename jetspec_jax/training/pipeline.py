@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
@@ -24,11 +25,17 @@ from jetspec_jax import demo, load
 from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig, default_taps
 from jetspec_jax.evals import prompts
 from jetspec_jax.training import answers as answer_store
-from jetspec_jax.training import export, features, loop, pool, regenerate
+from jetspec_jax.training import export, features, loop, losses, pool, regenerate
 from jetspec_jax.training.answers import Answers
 from jetspec_jax.training.step import Recipe
 
 STAGES = ("pool", "answers", "export")
+COUNTS = (
+    "max_prompt_tokens", "max_new_tokens", "answer_batch", "save_batches", "feature_batch", "head_layers", "taps",
+    "steps", "batch", "anchors", "loss_chunk", "log_every", "eval_every", "save_every",
+)  # fmt: skip
+SHARES = ("max_minutes", "max_prompts", "samples", "heldout_prompts", "gamma", "peak_lr", "warmup", "weight_decay")
+MEMORY_SHARE = 0.82  # of the device, for features; the rest is for the step
 
 
 def run(config: ml_collections.ConfigDict, workdir: Path, log: Callable[[str], None]) -> None:
@@ -39,8 +46,6 @@ def run(config: ml_collections.ConfigDict, workdir: Path, log: Callable[[str], N
     """
     begin = time.monotonic()
     on_time = lambda: not config.max_minutes or time.monotonic() - begin < 60 * config.max_minutes
-    if config.until not in STAGES:
-        raise ConfigError(f"until={config.until!r}: choose one of {', '.join(STAGES)}")
     workdir.mkdir(parents=True, exist_ok=True)
 
     # ---- pool
@@ -84,6 +89,12 @@ def run(config: ml_collections.ConfigDict, workdir: Path, log: Callable[[str], N
     chosen = answer_store.usable(known, config.trim_loops)
     head = head_config(config, target.config)
     width = config.max_prompt_tokens + config.max_new_tokens
+    room = _room(target, head)
+    if room and chosen.length.sum() > room:
+        chosen = answer_store.fitting(chosen, room, config.seed)
+        log(f"features: memory for {len(chosen.length):,} answers of {len(known.length):,}, drawn at random")
+    used = int((chosen.length - chosen.prompt_length).sum())
+    counts |= {"used": {"answers": len(chosen.length), "tokens": used}}
     start = time.monotonic()
     store = features.compute(target.model, target.params, head.tap_layers, chosen, width, config.feature_batch)
     store = store._replace(scale=_fixed(workdir / "scale.npy", store.scale))
@@ -133,6 +144,17 @@ def run(config: ml_collections.ConfigDict, workdir: Path, log: Callable[[str], N
     log(f"export: {workdir / 'head'}")
 
 
+def check(config: ml_collections.ConfigDict) -> None:
+    """Refuses values that no file or target could make right."""
+    for key, known in (("until", STAGES), ("loss", losses.KINDS)):
+        if config[key] not in known:
+            raise ConfigError(f"--config.{key}={config[key]}: choose one of {', '.join(known)}")
+    for keys, least in ((COUNTS, 1), (SHARES, 0)):
+        for key in keys:
+            if config[key] < least:
+                raise ConfigError(f"--config.{key}={config[key]}: give a number >= {least}")
+
+
 def head_config(config: ml_collections.ConfigDict, target: ModelConfig) -> HeadConfig:
     """The head: layers, taps and block from the configuration, every other size from the target."""
     return HeadConfig(
@@ -178,6 +200,13 @@ def _count(known: Answers, rows: list[dict]) -> dict:
             for s in np.unique(source)
         },
     }
+
+
+def _room(target, head: HeadConfig) -> int | None:
+    """Positions whose features fit on the device; None where it does not tell its memory."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    position = (len(head.tap_layers) + 1) * head.hidden_size * jnp.dtype(target.dtype).itemsize
+    return int(MEMORY_SHARE * limit / position) if limit else None
 
 
 def _fixed(path: Path, scale) -> jnp.ndarray:

@@ -44,7 +44,10 @@ def build(data: Path, code: int, per_package: int, chat_prompts: int) -> tuple[l
         chat(chat_prompts),
     )
     forbidden = _Forbidden(data)
-    rows, counts, dropped, known = [], collections.Counter(), collections.Counter(), set()
+    rows: list[dict[str, Any]] = []
+    known: set[str] = set()
+    counts: collections.Counter[str] = collections.Counter()
+    dropped: collections.Counter[str] = collections.Counter()
     for source, number, text in candidates:
         key = " ".join(_words(text))
         if key in known or forbidden.matches(text):
@@ -64,7 +67,8 @@ def chat(count: int) -> Iterator[tuple[str, int, str]]:
     """About `count` prompts from the families of `chat_topics`, by their shares; the same ones every time."""
     total = sum(share for share, _, _ in chat_topics.FAMILIES.values())
     for family, (share, templates, fields) in chat_topics.FAMILIES.items():
-        draw, seen = random.Random(family), set()
+        draw = random.Random(family)
+        seen: set[str] = set()
         wanted = round(count * share / total)
         for _ in range(20 * wanted):  # small families run out of new ones
             if len(seen) == wanted:
@@ -81,7 +85,8 @@ class _Forbidden:
     """Benchmark texts, as whole short prompts and as runs of words of long ones."""
 
     def __init__(self, data: Path):
-        self._whole, self._runs = set(), set()
+        self._whole: set[str] = set()
+        self._runs: set[str] = set()
         for name in prompts.BENCHMARKS:
             for row in prompts.load(name, data):
                 words = _words(row["messages"][0]["content"])

@@ -60,7 +60,8 @@ def regenerate(
     ]
     done = _finished(store.read(folder), jobs, lengths, folder)
     decode = _decoder(target, -(-max_prompt // PROMPT_STEP) * PROMPT_STEP + max_new + 1)
-    part, pending, begin, tokens = len(list(folder.glob("part-*.npz"))), [], time.perf_counter(), 0
+    part, begin, tokens = len(list(folder.glob("part-*.npz"))), time.perf_counter(), 0
+    pending: list[Answers] = []
     for number in range(done, len(jobs)):
         if not on_time():
             break
@@ -71,17 +72,17 @@ def regenerate(
         spent = time.perf_counter() - begin
         log(f"regenerate: batch {number + 1}/{len(jobs)}, {tokens:,} tokens, {tokens / spent:,.0f} tokens/s")
         if len(pending) == save_batches:
-            store.write(folder, part, _merge(pending))
+            store.write(folder, part, store.concatenate(pending))
             part, pending = part + 1, []
         done = number + 1
     if pending:
-        store.write(folder, part, _merge(pending))
+        store.write(folder, part, store.concatenate(pending))
     return done == len(jobs)
 
 
-def _finished(known: Answers | None, jobs, lengths, folder: Path) -> int:
+def _finished(known: Answers, jobs, lengths, folder: Path) -> int:
     """Number of jobs whose answers are in the folder; they must be the first ones, row for row."""
-    if known is None:
+    if not len(known.prompt):
         return 0
     ends = np.cumsum([len(index) for _, index in jobs])
     expected = np.concatenate([index for _, index in jobs])[: len(known.prompt)]
@@ -135,7 +136,3 @@ def _answer(decode, target, prompts, index, sample, batch, max_new, temperature)
         length.astype(np.int32),
         reason == STOP,
     )
-
-
-def _merge(parts: list[Answers]) -> Answers:
-    return Answers(*(np.concatenate(field) for field in zip(*parts, strict=True)))

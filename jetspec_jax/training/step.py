@@ -17,6 +17,7 @@ from jaxtyping import Array, Int
 
 from jetspec_jax.config import HeadConfig
 from jetspec_jax.drafts import jetspec
+from jetspec_jax.models import Target
 from jetspec_jax.training import anchors as anchor_rules
 from jetspec_jax.training import features as feature_store
 from jetspec_jax.training import forward, losses
@@ -47,7 +48,7 @@ class Recipe:
     width: positions S of a row.
     """
 
-    target: object
+    target: Target
     head: HeadConfig
     dtype: str
     width: int

@@ -1,0 +1,140 @@
+"""Plain Python and NumPy re-derivations of the method, written from its description and not from the package."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+
+import numpy as np
+
+Node = tuple[int, int, int]  # token, parent, depth
+
+
+def accum_logp(logp, token, anchor: int, budget: int) -> list[Node]:
+    """Best-first over whole sibling groups with a heap (method 5.1); zero-probability children are not made."""
+    depth, width = logp.shape
+    nodes, heap, order = [(anchor, -1, 0)], [(-0.0, 0, 0)], itertools.count(1)
+    scores = [np.float32(0)]
+    while heap and len(nodes) < budget:
+        _, _, v = heapq.heappop(heap)
+        d = nodes[v][2]
+        if d == depth:
+            continue
+        for j in range(min(width, budget - len(nodes))):
+            if np.isfinite(logp[d, j]):
+                nodes.append((int(token[d, j]), v, d + 1))
+                scores.append(np.float32(scores[v] + logp[d, j]))
+                heapq.heappush(heap, (-scores[-1], next(order), len(nodes) - 1))
+    return nodes
+
+
+def ddtree_scores(logp, nodes: int) -> list[float]:
+    """Scores of the `nodes` most probable paths, by the lazy heap of DDTree (method 5.3): next sibling, first child."""
+    depth, width = logp.shape
+    heap, out = [(-logp[0, 0], (0,), np.float32(0))], []
+    while heap and len(out) < nodes:
+        score, ranks, above = heapq.heappop(heap)
+        if not np.isfinite(score):
+            continue
+        out.append(-score)
+        d, r = len(ranks) - 1, ranks[-1]
+        if r + 1 < width:
+            heapq.heappush(heap, (-np.float32(above + logp[d, r + 1]), (*ranks[:-1], r + 1), above))
+        if d + 1 < depth:
+            heapq.heappush(heap, (-np.float32(-score + logp[d + 1, 0]), (*ranks, 0), -score))
+    return out
+
+
+def best_first(logp, token, anchor: int, budget: int) -> list[Node]:
+    """All paths, enumerated; the best budget - 1 by score, then depth, then place in the level (parent, then rank)."""
+    depth, width = logp.shape
+    level, everything = [(np.float32(0), ())], []
+    for d in range(depth):
+        below = [(np.float32(s + logp[d, r]), (*ranks, r)) for s, ranks in level for r in range(width)]
+        level = sorted((x for x in below if np.isfinite(x[0])), key=lambda x: -x[0])  # stable: parent, then rank
+        everything += level
+    chosen = [ranks for _, ranks in sorted(everything, key=lambda x: -x[0])[: budget - 1]]  # stable: depth, then place
+    index = {(): 0} | {ranks: i + 1 for i, ranks in enumerate(chosen)}
+    return [(anchor, -1, 0)] + [(int(token[len(r) - 1, r[-1]]), index[r[:-1]], len(r)) for r in chosen]
+
+
+def path_scores(nodes: list[Node], logp, token) -> list[float]:
+    """Score of every node but the root, re-added along its path."""
+    scores = [np.float32(0)]
+    for t, parent, d in nodes[1:]:
+        scores.append(np.float32(scores[parent] + logp[d - 1, list(token[d - 1]).index(t)]))
+    return scores[1:]
+
+
+def walk(nodes: list[Node], choice) -> tuple[list[int], list[int]]:
+    """Follows the target's choices from the root (method 6.2): the path, and the tokens it commits."""
+    path = [0]
+    while True:
+        wanted = int(choice[path[-1]])
+        child = next((i for i, (t, p, _) in enumerate(nodes) if p == path[-1] and t == wanted), None)
+        if child is None:
+            return path, [nodes[i][0] for i in path[1:]] + [wanted]
+        path.append(child)
+
+
+def ancestors(parents) -> np.ndarray:
+    """[T, T] True on the node itself and on everything above it."""
+    out = np.eye(len(parents), dtype=bool)
+    for i in range(len(parents)):
+        up = parents[i]
+        while up >= 0:
+            out[i, up] = True
+            up = parents[up]
+    return out
+
+
+def attention(q, keys, values, visible) -> np.ndarray:
+    """Softmax attention in float64: q [T, N, H], keys and values [K, S, H], visible [T, S]; [T, N, H]."""
+    q, keys, values = (np.asarray(x, np.float64) for x in (q, keys, values))
+    out = np.zeros(q.shape)
+    for n in range(q.shape[1]):
+        k, v = (x[n // (q.shape[1] // keys.shape[0])] for x in (keys, values))
+        score = np.where(visible, q[:, n] @ k.T / np.sqrt(q.shape[-1]), -np.inf)
+        weight = np.exp(score - score.max(-1, keepdims=True))
+        out[:, n] = weight / weight.sum(-1, keepdims=True) @ v
+    return out
+
+
+def rms_norm(x, weight, eps: float) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def rope(x, positions, theta: float) -> np.ndarray:
+    """Half-rotation convention; x [T, heads, H]."""
+    half = x.shape[-1] // 2
+    angle = np.asarray(positions)[:, None, None] / theta ** (np.arange(half) / half)
+    rotated = np.concatenate([-x[..., half:], x[..., :half]], -1)
+    return x * np.cos(np.tile(angle, 2)) + rotated * np.sin(np.tile(angle, 2))
+
+
+def silu(x) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def head_hidden(config, params, block, features) -> np.ndarray:
+    """Draft head of method 2.1 for one row: block embeddings [T, E], features [C, F] of positions 0..C-1; [T, E]."""
+    p = lambda tree, name: np.asarray(tree[name], np.float64)
+    rows, count = len(block), len(features)
+    ctx = rms_norm(np.asarray(features, np.float64) @ p(params, "fc"), p(params, "hidden_norm"), config.norm_eps)
+    h, wide, kv = np.asarray(block, np.float64), *(n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+    positions = np.arange(count + rows)
+    inside = np.tril(np.ones((rows, rows), bool)) if config.causal else np.ones((rows, rows), bool)
+    visible = np.concatenate([np.ones((rows, count), bool), inside], 1)
+    split = lambda x: x.reshape(len(x), -1, config.head_dim)
+    for layer in params["layers"].values():
+        wq, wk, wv = np.split(p(layer, "qkv"), (wide, wide + kv), axis=1)
+        x = rms_norm(h, p(layer, "input_norm"), config.norm_eps)
+        both = np.concatenate([ctx, x])
+        q = rope(rms_norm(split(x @ wq), p(layer, "q_norm"), config.norm_eps), positions[count:], config.rope_theta)
+        k = rope(rms_norm(split(both @ wk), p(layer, "k_norm"), config.norm_eps), positions, config.rope_theta)
+        attended = attention(q, k.swapaxes(0, 1), split(both @ wv).swapaxes(0, 1), visible)
+        h = h + attended.reshape(rows, -1) @ p(layer, "out")
+        z = rms_norm(h, p(layer, "post_norm"), config.norm_eps)
+        gate, up = np.split(z @ p(layer, "gate_up"), 2, axis=1)
+        h = h + (silu(gate) * up) @ p(layer, "down")
+    return rms_norm(h, p(params, "norm"), config.norm_eps)

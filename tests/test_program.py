@@ -1,0 +1,129 @@
+"""What XLA makes of the decode loop: no copies of the cache, nothing that leaves the device, few programs."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jetspec_jax import decoder, speculate
+from jetspec_jax.attention import CHUNK
+from jetspec_jax.config import SamplingConfig, TreeConfig
+from jetspec_jax.drafts import jetspec
+from jetspec_jax.models import qwen3
+
+# B=2, S=8192: the cache is 100 times all else. The head's context is of another size, so that shapes tell them apart.
+BATCH, SLOTS, ROWS, DEPTH = 2, 8192, 8, 4
+WIDE = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 64}
+HOST_CALLS = re.compile(r"\b(outfeed|infeed|send|recv|custom-call[^\n]*(callback|host))", re.IGNORECASE)
+CUSTOM_CALLS = {"TopK", "topk", "__gpu$TopK", "__onednn$matmul", "__onednn$matmul_reorder"}
+
+
+@functools.lru_cache(None)
+def compiled_rounds(builder: str):
+    """The donated program, and the sizes of what it must hold."""
+    model, params = qwen3.build(tiny.model_config("dense", **WIDE), jnp.float32)
+    draft, head = jetspec.build(tiny.head_config(True, **WIDE | {"num_heads": 2, "num_kv_heads": 2}), jnp.float32)
+    static = decoder.Decoder(model, draft, ROWS, SLOTS, builder, 4)
+    weights = {"target": params, "draft": head}
+    row = lambda dtype: jax.ShapeDtypeStruct((BATCH,), dtype)
+    ints = row(jnp.int32)
+    tokens, ends = (jax.ShapeDtypeStruct((BATCH, n), jnp.int32) for n in (16, 3))
+    asked = decoder.Request(tokens, ints, ints, ints, row(jnp.float32), row(jnp.uint32), ends)
+    state = jax.eval_shape(functools.partial(decoder.prefill, static), weights, asked)
+    program, _ = speculate.compiled(decoder.rounds, static, weights, state, jax.ShapeDtypeStruct((), jnp.int32))
+    return program, state
+
+
+def size(tree) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("builder", ["best_first", "accum_logp"])
+def test_temporary_memory_is_a_small_part_of_the_cache(builder):
+    """At most 5 % of the K/V, two f32 copies of the logits, and one layer's attention scores."""
+    program, state = compiled_rounds(builder)
+    kv = size(state.cache) + size(state.draft.context)
+    fresh = kv // SLOTS * ROWS
+    logits = 4 * BATCH * (ROWS + DEPTH) * tiny.VOCAB
+    scores = 4 * BATCH * WIDE["num_heads"] * ROWS * (CHUNK + ROWS)
+    memory = program.memory_analysis()
+    assert memory.temp_size_in_bytes <= 0.05 * (kv + fresh) + 2 * logits + scores
+    assert memory.alias_size_in_bytes >= kv  # the donated caches are the returned ones
+
+
+def test_no_copy_of_the_cache():
+    """No instruction but in-place updates and plumbing produces an array of a cache's shape."""
+    program, state = compiled_rounds("best_first")
+    shapes = {",".join(map(str, x.shape)) for x in jax.tree.leaves((state.cache, state.draft.context))}
+    assert len(shapes) == 2
+    produced = re.findall(rf"= f32\[(?:{'|'.join(shapes)})\]\S* ([\w-]+)\(", program.as_text())
+    assert produced  # the expression finds what it looks for
+    plumbing = {"parameter", "get-tuple-element", "bitcast", "tuple", "while"}
+    plumbing |= {"dynamic-update-slice", "scatter", "fusion"}  # in place, or the temporary memory would tell
+    assert set(produced) <= plumbing, sorted(set(produced) - plumbing)
+
+
+def test_nothing_leaves_the_device():
+    text = compiled_rounds("best_first")[0].as_text()
+    assert not HOST_CALLS.findall(text)
+    assert set(re.findall(r'custom_call_target="([^"]+)"', text)) <= CUSTOM_CALLS
+    assert re.findall(r"\bwhile\(", text)
+
+
+STUB = tiny.hash_target()
+HEAD = tiny.LoadedHead(tiny.TableDraft(3), {"logits": jnp.asarray(np.random.default_rng(0).standard_normal((3, 37)))})
+HEAD.params["logits"] = HEAD.params["logits"].astype(jnp.float32)
+
+
+def generate(length: int, budget: int = 5, **options):
+    prompt = [i % 30 for i in range(length)]
+    return speculate.generate(STUB, HEAD, prompt, TreeConfig(budget=budget, width=4), SamplingConfig(**options))
+
+
+def test_programs_follow_the_buckets():
+    """FC-55: 200 tokens from prompts of five lengths: one prefill a prompt bucket (16, 32, 64) and one loop."""
+    before = len(speculate._PROGRAMS)
+    for length in (1, 9, 16, 30, 40):
+        result = generate(length, max_new_tokens=200)
+        assert result.new_tokens == 200
+    made = list(speculate._PROGRAMS)[before:]
+    assert sorted(key[0] for key in made) == ["prefill"] * 3 + ["rounds"]
+    again = generate(13, max_new_tokens=200)
+    assert again.seconds["compile"] == 0 and len(speculate._PROGRAMS) == before + 4
+
+
+def test_nothing_that_a_request_changes_compiles():
+    """Budget within its bucket, seed, temperature, limit, end tokens and the number of rounds are traced."""
+    generate(5, max_new_tokens=10)
+    events = []
+    listen = lambda name, seconds, **_: events.append(name) if "backend_compile" in name else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for budget, options in [
+            (5, {"max_new_tokens": 33}),
+            (6, {"max_new_tokens": 10, "temperature": 1.0, "seed": 7}),
+            (8, {"max_new_tokens": 150, "eos": (3, 4)}),
+            (7, {"max_new_tokens": 0}),
+        ]:
+            generate(7, budget, **options)
+        assert not events
+        jax.jit(lambda x: x + 12345)(jnp.zeros(3))
+        assert events  # the listener hears
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_rounds_are_one_program_for_any_number():
+    flight = speculate.start(STUB, HEAD, [1, 2, 3], TreeConfig(budget=5, width=4), SamplingConfig(max_new_tokens=60))
+    before, counts = len(speculate._PROGRAMS), []
+    for n in (1, 7, 0):
+        flight.advance(n)
+        counts.append(int(flight.state.rounds[0]))
+        assert len(speculate._PROGRAMS) <= before + 1
+    assert counts == [1, 8, 8]

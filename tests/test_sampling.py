@@ -1,0 +1,183 @@
+"""The choice rule: its noise, its thresholds, and the law of what plain and tree decoding emit."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from scipy import stats
+
+from jetspec_jax import sampling
+from jetspec_jax.config import ConfigError, SamplingConfig
+from jetspec_jax.decoder import Decoder
+
+VOCAB, DEPTH, DRAWS, BATCH = 8, 2, 200_000, 50_000
+LOADED = tiny.hash_target(VOCAB, seed=3, scale=1.0)
+PLAIN = Decoder(LOADED.model, None, 1, 8)
+TREE = Decoder(LOADED.model, tiny.TableDraft(DEPTH), 8, 8, "best_first", 3)
+CHAIN = Decoder(LOADED.model, tiny.TableDraft(DEPTH), 3, 8, "accum_logp", 1)
+PROMPT = 5
+
+
+noise_of = jax.jit(sampling.noise, static_argnums=2)
+choose_rows = jax.jit(sampling.choose, static_argnums=5)
+
+
+def choose(logits, offsets, first, temperature, seed, span):
+    row = lambda values, dtype: jnp.asarray(values, dtype)
+    return choose_rows(
+        row(logits, jnp.float32), row(offsets, jnp.int32), row(first, jnp.int32), row(temperature, jnp.float32),
+        row(seed, jnp.uint32), span,
+    )  # fmt: skip
+
+
+def test_noise_belongs_to_seed_and_position_alone():
+    """Any batch, any order of rows, any span and any mates: the same token."""
+    logits = np.random.default_rng(0).standard_normal((3, 4, 50))
+    offsets, first, seeds, warm = [[0, 1, 1, 2], [2, 0, 2, 1], [1, 1, 0, 2]], [7, 8, 30], [5, 5, 6], [1.0, 0.5, 2.0]
+    whole = choose(logits, offsets, first, warm, seeds, 3)
+    for b in range(3):
+        for t in range(4):
+            position = first[b] + offsets[b][t]
+            alone = choose(logits[b, t][None, None], [[0]], [position], [warm[b]], [seeds[b]], 1)
+            assert whole[b, t] == alone[0, 0]
+            noise = noise_of(jnp.uint32(seeds[b]), jnp.int32(position), 50)
+            assert whole[b, t] == jnp.argmax(logits[b, t] / warm[b] + noise)
+
+
+def test_noise_differs_between_positions_and_seeds():
+    rows = [sampling.noise(jnp.uint32(s), jnp.int32(p), 64) for s in (0, 1, 2**32 - 1) for p in (0, 1, 2)]
+    corr = np.corrcoef(np.stack(rows))
+    assert (np.abs(corr - np.eye(len(rows))) < 0.5).all()
+
+
+def test_greedy_rows_hear_no_noise():
+    logits = np.random.default_rng(1).standard_normal((4, 2, 30))
+    mixed = choose(logits, [[0, 1]] * 4, [3] * 4, [0.0, 1e-6, 9.9e-5, 1.0], [1, 2, 3, 4], 2)
+    assert (mixed[:3] == logits[:3].argmax(-1)).all()
+
+
+def test_temperatures_above_the_threshold_sample():
+    """FC-18: at 1e-3 two logits 1e-4 apart are nearly even."""
+    seeds = np.arange(400)
+    logits = np.broadcast_to([0.0, 1e-4, -1.0], (400, 1, 3))
+    picked = np.asarray(choose(logits, np.zeros((400, 1)), np.zeros(400), np.full(400, 1e-3), seeds, 1))
+    assert 100 < (picked == 0).sum() < 300 and not (picked == 2).any()
+
+
+@pytest.mark.parametrize("value", [-1.0, -1e-9, float("nan"), float("inf")])
+def test_impossible_temperatures_are_refused(value):
+    with pytest.raises(ConfigError, match=f"temperature={value}"):
+        SamplingConfig(temperature=value)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-6, 1e-3, 2.0])
+def test_possible_temperatures_are_taken(value):
+    assert SamplingConfig(temperature=value).temperature == value
+
+
+def law(temperature: float) -> np.ndarray:
+    """Exact law [V, V, V] of the first three tokens."""
+    softmax = lambda logits: np.exp(np.asarray(jax.nn.log_softmax(logits / temperature), np.float64))
+    pairs = [[PROMPT, a, b] for a in range(VOCAB) for b in range(VOCAB)]
+    logits = tiny.path_logits(LOADED, pairs).reshape(VOCAB, VOCAB, 3, VOCAB)
+    first, second, third = softmax(logits[0, 0, 0]), softmax(logits[:, 0, 1]), softmax(logits[:, :, 2])
+    return first[:, None, None] * second[:, :, None] * third
+
+
+def draft_logits(kind: str) -> np.ndarray:
+    """good: the target's own marginals. bad: every token alike. adversarial: sure of what the target likes least."""
+    joint = law(1.0)
+    marginals = np.log(np.stack([joint.sum((0, 2)), joint.sum((0, 1))]))
+    return {"good": marginals, "bad": np.zeros_like(marginals), "adversarial": -20 * marginals}[kind]
+
+
+@functools.lru_cache(None)
+def draw(static: Decoder, temperature: float, kind: str | None) -> tuple[np.ndarray, float]:
+    """Three new tokens [DRAWS, 3] of as many seeds, and the mean acceptance length of the first round."""
+    draft = None if kind is None else {"logits": jnp.asarray(draft_logits(kind), jnp.float32)}
+    params, out, accepted = {"target": LOADED.params, "draft": draft}, [], []
+    for start in range(0, DRAWS, BATCH):
+        seeds = np.arange(start, start + BATCH)
+        asked = tiny.request([[PROMPT]] * BATCH, 3, temperature=temperature, seed=seeds, slots=1)
+        state = tiny.decode(static, params, asked)
+        assert (state.length == 4).all()
+        out.append(np.asarray(state.tokens[:, 1:4]))
+        accepted.append(float(state.accept_lengths[:, 0].mean()))
+    return np.concatenate(out), float(np.mean(accepted))
+
+
+def p_value(tokens: np.ndarray, wanted: np.ndarray) -> float:
+    """Chi-square of joint counts; cells that expect fewer than 5 are pooled."""
+    cells = np.ravel_multi_index(tokens.T, wanted.shape)
+    seen, expected = np.bincount(cells, minlength=wanted.size), wanted.ravel() * len(tokens)
+    small = expected < 5
+    pool = lambda x: np.append(x[~small], x[small].sum()) if small.any() else x
+    seen, expected = pool(seen), pool(expected)
+    return stats.chisquare(seen, expected * seen.sum() / expected.sum()).pvalue
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_plain_law(temperature):
+    assert p_value(draw(PLAIN, temperature, None)[0], law(temperature)) > 0.001
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("kind", ["good", "bad", "adversarial"])
+@pytest.mark.parametrize("static", [TREE, CHAIN], ids=["tree", "chain"])
+def test_speculative_law(static, kind, temperature):
+    """FC-12, FC-14: the joint law of three tokens, two of them from a tree, is the target's; so are the very tokens."""
+    tokens, _ = draw(static, temperature, kind)
+    assert p_value(tokens, law(temperature)) > 0.001
+    assert (tokens == draw(PLAIN, temperature, None)[0]).all(1).mean() > 0.9999  # rounding of the noise, at most
+
+
+def test_acceptance_tells_the_drafters_apart():
+    """Else the law above would be tested on trees that are never entered, or never left."""
+    means = {kind: draw(TREE, 1.0, kind)[1] for kind in ("good", "adversarial")}
+    assert means["good"] > 1.45 > 1.3 > means["adversarial"] > 1.0
+
+
+def test_the_test_sees_a_wrong_law():
+    """A temperature that is 2 % off, or a second token drawn without looking at the first."""
+    tokens, joint = draw(PLAIN, 1.0, None)[0], law(1.0)
+    assert p_value(tokens, law(1.02)) < 0.001
+    blind = joint.sum((1, 2))[:, None, None] * joint.sum(0)[None]
+    assert p_value(tokens, blind) < 0.001
+
+
+def test_chain_does_not_take_the_argmax():
+    """FC-14: 2000 seeds; the second token, given the first, is no constant."""
+    tokens = draw(CHAIN, 1.0, "good")[0][:2000]
+    joint = law(1.0).sum(2)
+    assert p_value(tokens[:, :2], joint) > 0.001
+    common = np.bincount(tokens[:, 0]).argmax()
+    assert len(set(tokens[tokens[:, 0] == common, 1])) > 3
+
+
+def test_two_siblings_keep_the_targets_odds():
+    """FC-17: target .6 and .4, draft .9 and .1, both siblings in the tree."""
+    odds = lambda a, b: jnp.log(jnp.array([a, b] + [1e-30] * (VOCAB - 2), jnp.float32))
+    target = LOADED.params | {"table": jnp.broadcast_to(odds(0.6, 0.4), LOADED.params["table"].shape)}
+    params = {"target": target, "draft": {"logits": jnp.stack([odds(0.9, 0.1)] * DEPTH)}}
+    asked = tiny.request([[PROMPT]] * BATCH, 3, temperature=1.0, seed=np.arange(BATCH), slots=1)
+    state = tiny.decode(TREE, params, asked)
+    for i in (1, 2, 3):
+        assert stats.binomtest(int((state.tokens[:, i] == 0).sum()), BATCH, 0.6).pvalue > 0.001
+    assert float(state.accept_lengths[:, 0].mean()) > 2  # the siblings were there to be taken
+
+
+def test_seed_repeats_and_seeds_differ():
+    """FC-15: the same seed gives the same ids among any mates; fifty seeds give several outputs."""
+    params = {"target": LOADED.params, "draft": {"logits": jnp.asarray(draft_logits("good"), jnp.float32)}}
+    seeds = np.arange(1, 51)
+    run = lambda seeds, prompts, warm: tiny.outputs(
+        tiny.decode(TREE, params, tiny.request(prompts, 4, temperature=warm, seed=seeds, slots=1))
+    )
+    one = run(seeds, [[PROMPT]] * 50, 1.0)
+    assert one == run(seeds, [[PROMPT]] * 50, 1.0)
+    assert len({tuple(x) for x in one}) > 25
+    mates = run(np.where(seeds % 2, seeds, 999), [[PROMPT if s % 2 else 1] for s in seeds], np.where(seeds % 2, 1.0, 0))
+    assert mates[::2] == one[::2] and mates[1::2] != one[1::2]

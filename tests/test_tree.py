@@ -1,0 +1,218 @@
+"""Tree builders against a heap and against brute force."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jetspec_jax import masks, tree
+
+# D, W, T, V: a chain, one depth, a full tree smaller than T, a width over the vocabulary, the usual case.
+SHAPES = [(4, 1, 9, 6), (1, 3, 3, 8), (2, 2, 16, 5), (3, 9, 13, 4), (4, 3, 12, 9), (3, 4, 24, 7)]
+BUILDERS = {"best_first": oracles.best_first, "accum_logp": oracles.accum_logp}
+ANCHOR = 77
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _build(builder, width, rows, logits, budget):
+    logits = jnp.asarray(logits, jnp.float32)
+    batch = logits.shape[0]
+    built = tree.build(builder, width, rows, logits, jnp.full((batch,), ANCHOR, jnp.int32), budget)
+    return built, tree.candidates(logits, min(width, rows - 1, logits.shape[-1]))
+
+
+def build(*args):
+    """The tree and its candidates, on the host."""
+    return jax.device_get(_build(*args))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def grow(builder, rows, logp, token):
+    """The builder itself, on scores that can be exact integers."""
+    return {"best_first": tree._best_first, "accum_logp": tree._accum_logp}[builder](logp, token, rows)
+
+
+candidates = jax.jit(tree.candidates, static_argnums=1)
+
+
+def nodes(built, row: int = 0) -> list[oracles.Node]:
+    size = int(built.size[row])
+    return list(zip(*(x[row, :size].tolist() for x in (built.tokens, built.parents, built.depths)), strict=True))
+
+
+def check_padding(built, row: int) -> None:
+    behind = slice(int(built.size[row]), None)
+    for field, pad in ((built.tokens, 0), (built.parents, -1), (built.depths, 0)):
+        assert (field[row, behind] == pad).all()
+    assert (np.asarray(built.valid()[row]) == (np.arange(built.tokens.shape[1]) < built.size[row])).all()
+
+
+def worked_logits():
+    """Rows a .6 b .3, c .7 d .2, e .5 f .4 of method 5.2; letters are tokens 1..6, token 0 has the rest."""
+    rest = 0.1
+    rows = [{1: 0.6, 2: 0.3, 0: rest}, {3: 0.7, 4: 0.2, 0: rest}, {5: 0.5, 6: 0.4, 0: rest}]
+    return jnp.log(jnp.array([[[row.get(v, 1e-30) for v in range(7)] for row in rows]]))
+
+
+R, A, B, C, D, E, F = ANCHOR, 1, 2, 3, 4, 5, 6
+
+
+def test_worked_example_accum_logp():
+    built, _ = build("accum_logp", 2, 8, worked_logits(), jnp.array([8]))
+    rows = [(R, -1, 0), (A, 0, 1), (B, 0, 1), (C, 1, 2), (D, 1, 2), (E, 3, 3), (F, 3, 3), (C, 2, 2)]
+    assert nodes(built) == rows
+    built, _ = build("accum_logp", 2, 8, worked_logits(), jnp.array([6]))
+    assert nodes(built) == rows[:6]
+    check_padding(built, 0)
+
+
+def test_worked_example_best_first():
+    built, _ = build("best_first", 2, 8, worked_logits(), jnp.array([6]))
+    # a .6, c|a .42, b .3, then e|ac and c|b, both .21: the smaller depth first, unless rounding sets them apart.
+    assert nodes(built)[:4] == [(R, -1, 0), (A, 0, 1), (C, 1, 2), (B, 0, 1)]
+    assert set(nodes(built)[4:]) == {(C, 3, 2), (E, 2, 3)}
+    built, _ = build("best_first", 2, 8, worked_logits(), jnp.array([8]))
+    assert nodes(built)[6:] == [(F, 2, 3), (D, 1, 2)]  # .168 and .12
+
+
+@st.composite
+def rows_of(draw, shape, low=-6, high=6):
+    """Small integers, so that many paths tie; sometimes a row is flat, -inf in places, or NaN."""
+    depth, _, _, vocab = shape
+    values = [draw(st.lists(st.integers(low, high), min_size=vocab, max_size=vocab)) for _ in range(depth)]
+    return np.array(values, np.float32)
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@given(data=st.data())
+def test_equals_reference_on_exact_ties(builder, shape, data):
+    _, width, rows, vocab = shape
+    width = min(width, rows - 1, vocab)
+    logp = -np.abs(np.sort(-data.draw(rows_of(shape, -3, 0)), axis=1))[:, :width].astype(np.float32)
+    logp = -np.sort(-logp, axis=1)
+    token = np.argsort(data.draw(rows_of(shape)), axis=1, kind="stable")[:, :width].astype(np.int32)
+    *got, size = jax.device_get(grow(builder, rows, logp, token))
+    wanted = BUILDERS[builder](logp, token, 0, rows)
+    assert int(size) == len(wanted)
+    got = list(zip(*(x[: int(size)].tolist() for x in got), strict=True))
+    assert got[1:] == wanted[1:]
+    if builder == "best_first":
+        scores = oracles.path_scores(wanted, logp, token)
+        assert scores == oracles.ddtree_scores(logp, rows - 1)  # an independent enumeration
+        assert scores == sorted(scores, reverse=True)
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@given(data=st.data())
+def test_equals_reference_from_logits(builder, shape, data):
+    _, width, rows, _ = shape
+    logits = np.stack([data.draw(rows_of(shape)) / np.float32(3) for _ in range(2)])
+    budget = np.array(data.draw(st.lists(st.integers(1, rows + 9), min_size=2, max_size=2)), np.int32)
+    built, (logp, token) = build(builder, width, rows, logits, budget)
+    exact = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
+    np.testing.assert_allclose(logp, np.take_along_axis(exact, np.asarray(token), 2), atol=2e-6)
+    np.testing.assert_allclose(logp, -np.sort(-exact, axis=-1)[..., : logp.shape[-1]], atol=2e-6)
+    for row in range(2):
+        whole = BUILDERS[builder](np.asarray(logp[row]), np.asarray(token[row]), ANCHOR, rows)
+        got = nodes(built, row)
+        assert got == whole[: budget[row]]
+        full = sum(logp.shape[-1] ** d for d in range(shape[0] + 1))
+        assert len(got) == min(budget[row], full, rows)
+        check_padding(built, row)
+        check_shape(got)
+
+
+def check_shape(got: list[oracles.Node]) -> None:
+    """Parents first and one depth above; no token twice under one parent (FC-24); the root alone has no parent."""
+    assert got[0] == (ANCHOR, -1, 0)
+    for i, (_, parent, depth) in enumerate(got[1:], 1):
+        assert 0 <= parent < i and depth == got[parent][2] + 1
+    assert len({(t, p) for t, p, _ in got}) == len(got)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@given(data=st.data())
+def test_best_first_budget_minus_one_wide_is_ddtree(shape, data):
+    """With width T - 1 no prefix of the whole product distribution scores better than the tree's worst node."""
+    depth, _, rows, vocab = shape
+    logits = data.draw(rows_of(shape)) / np.float32(2)
+    built, _ = build("best_first", rows - 1, rows, logits[None], jnp.array([rows]))
+    logp, token = (x[0] for x in jax.device_get(candidates(logits[None], vocab)))
+    best = oracles.ddtree_scores(logp, rows - 1)
+    assert oracles.path_scores(nodes(built), logp, token) == best
+    assert max(d for _, _, d in nodes(built)) <= depth
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_smaller_budget_is_a_prefix(builder):
+    logits = jax.random.normal(jax.random.key(0), (1, 4, 9)) * 2
+    whole = nodes(build(builder, 3, 12, logits, jnp.array([12]))[0])
+    for budget in range(1, 12):
+        assert nodes(build(builder, 3, 12, logits, jnp.array([budget]))[0]) == whole[:budget]
+    for rows in (2, 5, 8):  # fewer static rows give the same tree too, as long as a node keeps its width
+        width = min(3, rows - 1)
+        if width == 3:
+            assert nodes(build(builder, 3, rows, logits, jnp.array([rows]))[0]) == whole[:rows]
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_broken_draft_rows_drop_out(builder, data):
+    """-inf candidates make no node; a NaN or +inf row, and everything below it, makes none either (FC-23, FC-24)."""
+    shape = depth, width, rows, _ = 4, 3, 12, 9
+    logits = data.draw(rows_of(shape)) / np.float32(2)
+    bad = data.draw(st.integers(0, depth - 1))
+    kind = data.draw(st.sampled_from(["nan row", "one nan", "inf", "all -inf", "few", "few everywhere"]))
+    spots = slice(data.draw(st.integers(0, 2)), None)
+    rows_hit = slice(None) if kind == "few everywhere" else bad
+    if kind.startswith("few"):
+        logits[rows_hit, 1 + spots.start :] = -np.inf
+    else:
+        value = {"nan row": np.nan, "one nan": np.nan, "inf": np.inf, "all -inf": -np.inf}[kind]
+        logits[bad, slice(3, 4) if kind in ("one nan", "inf") else slice(None)] = value
+    built, (logp, token) = build(builder, width, rows, logits[None], jnp.array([rows]))
+    logp, token = logp[0], token[0]
+    if not kind.startswith("few"):
+        assert not np.isfinite(logp[bad]).any()
+    got = nodes(built)
+    assert got == BUILDERS[builder](logp, token, ANCHOR, rows)
+    assert all(np.isfinite(s) for s in oracles.path_scores(got, logp, token))
+    check_shape(got)
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_one_row_is_the_root(builder):
+    logits = jnp.zeros((2, 3, 5))
+    built = tree.build(builder, 4, 1, logits, jnp.array([3, 4]), jnp.array([1, 9]))
+    assert built.tokens.tolist() == [[3], [4]] and built.parents.tolist() == [[-1], [-1]]
+    assert built.depths.tolist() == [[0], [0]] and built.size.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_width_one_is_the_spine(builder):
+    logits = jax.random.normal(jax.random.key(1), (1, 4, 6))
+    spine = logits[0].argmax(-1).tolist()
+    built, _ = build(builder, 1, 9, logits, jnp.array([9]))
+    assert nodes(built) == [(ANCHOR, -1, 0)] + [(t, i, i + 1) for i, t in enumerate(spine)]
+
+
+def test_one_token_vocabulary():
+    built, _ = build("best_first", 64, 8, jnp.zeros((1, 3, 1)), jnp.array([8]))
+    assert nodes(built) == [(ANCHOR, -1, 0), (0, 0, 1), (0, 1, 2), (0, 2, 3)]
+
+
+def test_ancestor_mask_of_built_trees():
+    logits = jax.random.normal(jax.random.key(2), (2, 4, 9))
+    for builder in BUILDERS:
+        built, _ = build(builder, 3, 12, logits, jnp.array([12, 7]))
+        mask = masks.ancestors(jnp.asarray(built.parents), 4)
+        for row in range(2):
+            assert (mask[row] == oracles.ancestors(built.parents[row].tolist())).all()

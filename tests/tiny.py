@@ -1,0 +1,297 @@
+"""Small things to decode with: random targets and heads, stub targets and drafts that know the answer, and requests.
+
+The stub target is integer arithmetic: its logits are a row of a table, chosen by a hash of every token that a position
+may see (prefix and ancestors) and of where it stands. One wrong mask entry, position or cache row changes the output,
+and no rounding can blur the comparison.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jetspec_jax import cache as kv_cache
+from jetspec_jax import decoder, masks
+from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
+from jetspec_jax.drafts import jetspec
+from jetspec_jax.models import Output, qwen3
+
+VOCAB = 37
+MANY = np.int32(10_000)  # rounds
+TARGETS = ("dense", "moe", "llama")
+TAPS = (1, 0)  # not in layer order, and the last layer among them
+
+
+def model_config(kind: str, **changes) -> ModelConfig:
+    """Two layers; the first of `moe` is dense, `llama` ties its embedding."""
+    moe = MoEConfig(4, 2, 12, True, (1,)) if kind == "moe" else None
+    values = {
+        "model_type": {"dense": "qwen3", "moe": "qwen3_moe", "llama": "llama"}[kind],
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 24,
+        "norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "max_positions": 512,
+        "tie_embeddings": kind == "llama",
+        "qk_norm": kind != "llama",
+        "moe": moe,
+    }
+    return ModelConfig(**values | changes)
+
+
+def head_config(causal: bool, block: int = 5, **changes) -> HeadConfig:
+    """Two layers over the taps of a tiny target; other heads and another RoPE base than the target's."""
+    values = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "num_layers": 2,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 6,
+        "intermediate_size": 20,
+        "norm_eps": 1e-6,
+        "rope_theta": 1e3,
+        "max_positions": 512,
+        "num_target_layers": 2,
+        "block_size": block,
+        "mask_token_id": VOCAB - 1,
+        "tap_layers": TAPS,
+        "causal": causal,
+    }
+    return HeadConfig(**values | changes)
+
+
+def random_like(shapes, seed: int):
+    """Random values in the given shapes: norms about 1, everything else of unit gain."""
+    leaves, structure = jax.tree.flatten(shapes)
+    draw = np.random.default_rng(seed)
+
+    def fill(leaf):
+        values = draw.standard_normal(leaf.shape)
+        values = 1 + 0.2 * values if leaf.ndim == 1 else 1.5 * values / np.sqrt(leaf.shape[-2])
+        return jnp.asarray(values, leaf.dtype)
+
+    return jax.tree.unflatten(structure, [fill(leaf) for leaf in leaves])
+
+
+@functools.lru_cache(None)
+def target(kind: str, seed: int = 2) -> Loaded:
+    """A random target as `speculate` expects it."""
+    config = model_config(kind)
+    model, shapes = qwen3.build(config, jnp.float32)
+    params = random_like(shapes, seed)
+    params["embedding"] = params["embedding"] * (2.0 if kind == "llama" else 4.0)  # else the output is one token
+    return Loaded(model, params, config, jnp.dtype("float32"))
+
+
+@functools.lru_cache(None)
+def head(causal: bool, seed: int = 1, block: int = 5) -> LoadedHead:
+    """A random head for the tiny targets."""
+    config = head_config(causal, block)
+    draft, shapes = jetspec.build(config, jnp.float32)
+    return LoadedHead(draft, random_like(shapes, seed), config)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loaded:
+    """A target with what `speculate` reads of it."""
+
+    model: Any
+    params: Any
+    config: Any
+    dtype: Any
+    tokenizer: Any = None
+    eos: tuple[int, ...] = ()
+    source: str = "tiny"
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadedHead:
+    """A head with what `speculate` reads of it."""
+
+    draft: Any
+    params: Any
+    config: Any = None
+    source: str = "tiny head"
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class HashTarget:
+    """Logits are `table[hash of all visible tokens and their positions]`; the cache holds tokens as keys and positions
+    as values, so that its contents can be read."""
+
+    vocab_size: int
+    modulus: int = 97
+
+    def params(self, seed: int, scale: float = 2.0):
+        """Random table and position weights."""
+        draw = np.random.default_rng(seed)
+        table = scale * draw.standard_normal((self.modulus, self.vocab_size))
+        return {
+            "table": jnp.asarray(table, jnp.float32),
+            "weight": jnp.asarray(draw.integers(1, self.modulus, 512), jnp.int32),
+        }
+
+    def init_cache(self, params, batch, capacity):
+        return kv_cache.init(1, batch, 1, capacity, 1, jnp.int32)
+
+    def forward(self, params, tokens, positions, mask, cache=None, length=None, taps=()):
+        worth = lambda token, position: (token + 1) * params["weight"][position] % self.modulus
+        seen = (mask * worth(tokens, positions)[:, None, :]).sum(-1)
+        if cache is not None:
+            keys, values = (x[:, 0, :, 0] for x in cache[0])
+            inside = jnp.arange(keys.shape[1]) < length[:, None]
+            seen += (inside * worth(keys, values)).sum(-1, keepdims=True)
+        fresh = tuple(x[:, None, :, None].astype(jnp.int32) for x in (tokens, positions))
+        return Output(params["table"][seen % self.modulus], (fresh,), None)
+
+    def embed(self, params, tokens):
+        return params["table"][tokens]
+
+    def logits(self, params, hidden):
+        return hidden
+
+
+def hash_target(vocab: int = VOCAB, seed: int = 0, scale: float = 2.0) -> Loaded:
+    """The stub target as `speculate` expects it; only `max_positions` is read of a configuration."""
+    model = HashTarget(vocab)
+    return Loaded(model, model.params(seed, scale), model_config("dense", max_positions=256), jnp.dtype("float32"))
+
+
+@dataclasses.dataclass(frozen=True)
+class TableDraft:
+    """The same draft logits in every round, params {"logits": [D, V]}: good, bad, broken or adversarial."""
+
+    depth: int
+    taps: tuple[int, ...] = ()
+
+    def init(self, params, batch, capacity):
+        return jnp.zeros((batch,))
+
+    def prefill(self, params, state, features, length):
+        return state
+
+    def propose(self, params, state, tokens, length, embed, logits):
+        table = params["logits"][: self.depth]
+        return jnp.broadcast_to(table, (tokens.shape[0], *table.shape)), state
+
+    def keep(self, state, features, count):
+        return state
+
+
+@dataclasses.dataclass(frozen=True)
+class CoachedDraft:
+    """Knows the plain continuation and puts its tokens at chosen ranks; keeps the state of a real head on the way.
+
+    params: "plain" [B or 1, S] tokens at absolute positions; "rank" [R, D], read at row `length % R`: 0 is on the
+    spine, r the r-th sibling, -1 withholds the right token; "coach" False leaves the logits to the real head.
+    """
+
+    depth: int
+    vocab_size: int
+    head: Any = None
+
+    @property
+    def taps(self):
+        return self.head.taps if self.head else ()
+
+    def init(self, params, batch, capacity):
+        return self.head.init(params["head"], batch, capacity) if self.head else jnp.zeros((batch,))
+
+    def prefill(self, params, state, features, length):
+        return self.head.prefill(params["head"], state, features, length) if self.head else state
+
+    def keep(self, state, features, count):
+        return self.head.keep(state, features, count) if self.head else state
+
+    def propose(self, params, state, tokens, length, embed, logits):
+        ahead = length[:, None] + jnp.arange(self.depth)
+        plain = jnp.broadcast_to(params["plain"], (tokens.shape[0], params["plain"].shape[1]))
+        right = jnp.take_along_axis(plain, jnp.minimum(ahead, plain.shape[1] - 1), 1)[..., None]
+        rank = params["rank"][length % params["rank"].shape[0], : self.depth, None]
+        behind = (jnp.arange(self.vocab_size) - right - 1) % self.vocab_size  # decoys in cyclic order
+        own = jnp.where(rank < 0, -jnp.inf, 0.5 - rank)
+        told = jnp.where(behind == self.vocab_size - 1, own, -behind)
+        if self.head is None:
+            return told, state
+        drafted, state = self.head.propose(params["head"], state, tokens, length, embed, logits)
+        return jnp.where(params["coach"], told, drafted), state
+
+
+def coached(plain, rank, head_params=None, coach: bool = True):
+    """Params of a `CoachedDraft`."""
+    rank = jnp.asarray(np.atleast_2d(np.asarray(rank, np.int32)))
+    return {"plain": jnp.asarray(plain, jnp.int32), "rank": rank, "head": head_params, "coach": jnp.asarray(coach)}
+
+
+prefill = jax.jit(decoder.prefill, static_argnums=0)
+rounds = jax.jit(decoder.rounds, static_argnums=0)
+traced_step = jax.jit(decoder.traced_step, static_argnums=0)
+
+
+def request(prompts, new, budget=64, temperature=0.0, seed=0, eos=(), slots: int = 8, ends: int = 3) -> decoder.Request:
+    """Right-padded arrays; numbers hold for every row, lists give one value a row. `eos`: ids for every row."""
+    batch = len(prompts)
+    row = lambda value, dtype: np.broadcast_to(np.asarray(value, dtype), (batch,))
+    lengths = row([len(p) for p in prompts], np.int32)
+    asked = decoder.Request(
+        tokens=np.array([[*p, *[0] * (slots - len(p))] for p in prompts], np.int32),
+        prompt_length=lengths,
+        limit=lengths + row(new, np.int32),
+        budget=row(budget, np.int32),
+        temperature=row(temperature, np.float32),
+        seed=row(seed, np.uint32),
+        eos=np.broadcast_to(np.array([*eos, *[-1] * (ends - len(eos))], np.int32), (batch, ends)),
+    )
+    return jax.tree.map(jnp.asarray, asked)
+
+
+def decode(static: decoder.Decoder, params, asked: decoder.Request) -> decoder.State:
+    """To the end of every row; on the host, without the caches."""
+    state = rounds(static, params, prefill(static, params, asked), MANY)
+    return jax.device_get(state._replace(cache=(), draft=None))
+
+
+def outputs(state: decoder.State) -> list[list[int]]:
+    """New tokens of every row."""
+    tokens, first, last = jax.device_get((state.tokens, state.prompt_length, state.length))
+    return [row[a:b].tolist() for row, a, b in zip(tokens, first, last, strict=True)]
+
+
+def plain(loaded: Loaded, asked: decoder.Request, capacity: int = 48) -> decoder.State:
+    """Decoding with the target alone."""
+    static = decoder.Decoder(loaded.model, None, 1, capacity)
+    return decode(static, {"target": loaded.params, "draft": None}, asked)
+
+
+def path_logits(loaded: Loaded, tokens) -> jax.Array:
+    """Logits [B, T, V] of one plain forward over whole sequences."""
+    tokens = jnp.atleast_2d(jnp.asarray(tokens, jnp.int32))
+    return _path_logits(loaded.model, loaded.params, tokens)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _path_logits(model, params, tokens):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    out = model.forward(params, tokens, positions, masks.causal(tokens.shape[1]))
+    return model.logits(params, out.hidden)
+
+
+def close(actual, wanted, tolerance: float = 1e-5) -> None:
+    """max|difference| <= tolerance * max|value|."""
+    actual, wanted = np.asarray(actual, np.float64), np.asarray(wanted, np.float64)
+    assert actual.shape == wanted.shape
+    worst = np.abs(actual - wanted).max(initial=0.0)
+    assert worst <= tolerance * np.abs(wanted).max(initial=0.0), (worst, np.abs(wanted).max())
