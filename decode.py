@@ -21,7 +21,7 @@ from absl import flags
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("target", None, "Target: a folder, a .gguf file or a hub id. Default: the demo target.")
-flags.DEFINE_string("head", None, "Draft head: a folder or a hub id. Default: the demo head, with the demo target.")
+flags.DEFINE_string("head", None, "Draft head: a folder or a hub id. Default with the demo target: the demo head.")
 flags.DEFINE_enum(
     "method",
     "jetspec",
@@ -131,8 +131,6 @@ def _configs():
     for name in refused:
         if FLAGS[name].present:
             raise UsageError(f"--{name} contradicts --method {FLAGS.method}; leave one of them out")
-    if FLAGS.head is not None and FLAGS.target is None:
-        raise UsageError("--head without --target: a head belongs to one target; name both")
     if FLAGS.target is not None and FLAGS.head is None and FLAGS.method != "autoregressive":
         raise UsageError("--target without --head: name the head, or use --method autoregressive")
     if FLAGS.trace is not None and FLAGS.prompt_file is not None:

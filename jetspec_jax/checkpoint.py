@@ -26,6 +26,7 @@ from safetensors.numpy import save_file
 from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # never opened
 HEAD_META = "jetspec.json"  # our own file beside a head: what a loader should check
 BORROWED = ("embed_tokens.weight", "lm_head.weight", "model.embed_tokens.weight")  # a head uses the target's
 
@@ -34,7 +35,9 @@ BORROWED = ("embed_tokens.weight", "lm_head.weight", "model.embed_tokens.weight"
 class Source(Protocol):
     """Named tensors of a checkpoint, read one at a time."""
 
-    shapes: Mapping[str, tuple[int, ...]]
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of every tensor, as stored."""
 
     def read(self, name: str) -> np.ndarray:
         """One tensor on the host."""
@@ -153,7 +156,7 @@ def assemble(
     missing = [name for name in needed if name not in source.shapes]
     if missing:
         hint = " (tie_word_embeddings is false, so lm_head.weight is needed)" if "lm_head.weight" in missing else ""
-        raise ConfigError(f"{where}: {len(missing)} tensors are missing: {_list(missing)}{hint}")
+        raise ConfigError(f"{where}: {_count(missing)} missing: {_list(missing)}{hint}")
     for fusion, shape in flat:
         columns = shape.shape[-2:-1] if fusion.matrix else shape.shape[1:]
         for group in fusion.groups:
@@ -165,10 +168,16 @@ def assemble(
                     )
     unknown = sorted(set(source.shapes) - set(needed) - {n for n in source.shapes if n.endswith("rotary_emb.inv_freq")})
     if unknown:
-        warn(f"{where}: {len(unknown)} tensors are not used: {_list(unknown)}")
+        tied = " (tie_word_embeddings is true: the embedding is the lm_head)" if "lm_head.weight" in unknown else ""
+        warn(f"{where}: {_count(unknown)} not used: {_list(unknown)}{tied}")
 
     def fill(fusion: Fusion, shape) -> jax.Array:
-        return place(fusion.join(source.read).astype(shape.dtype))
+        whole = fusion.join(source.read)
+        with np.errstate(over="ignore"):  # said below
+            cast = whole.astype(shape.dtype)
+        if shape.dtype == np.float16 and not np.isfinite(cast).all():
+            raise ConfigError(f"{where}: {fusion.names()[0]} does not fit float16; use dtype bfloat16 or float32")
+        return place(cast)
 
     return jax.tree.map(fill, fusions, shapes, is_leaf=leaf)
 
@@ -191,32 +200,44 @@ class Folder:
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
         if (folder / INDEX).is_file():
-            weights = read_json(folder / INDEX).get("weight_map")
+            weights: dict[str, Any] | None = read_json(folder / INDEX).get("weight_map")
             if not isinstance(weights, dict) or not weights:
                 raise ConfigError(f"{folder / INDEX}: no weight_map in it")
         elif (folder / SINGLE).is_file():
             weights = None
         else:
-            pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+            pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
             why = f"; {pickles[0]} is a pickle, which is never opened: convert it to safetensors" if pickles else ""
             raise ConfigError(f"{folder}: neither {SINGLE} nor {INDEX} is there{why}")
-        self.files = sorted({folder / name for name in (weights.values() if weights else [SINGLE])})
-        self._opened, self._home = {}, {}
+        names = sorted(set(weights.values()), key=str) if weights else [SINGLE]
+        for name in names:  # before anything is opened
+            if not isinstance(name, str) or pathlib.PurePath(name).name != name or not name.endswith(".safetensors"):
+                raise ConfigError(f"{folder / INDEX}: {name!r} is no safetensors file of this folder")
+            if not (folder / name).is_file():
+                raise ConfigError(f"{folder / name}: the index names this shard, but there is no such file")
+        self.files = [folder / name for name in names]
+        self._opened: dict[pathlib.Path, Any] = {}
+        self._home: dict[str, pathlib.Path] = {}
         for path in self.files:
-            if path.parent != folder or not path.is_file():
-                raise ConfigError(f"{path}: the index names this shard, but there is no such file")
             try:
                 self._opened[path] = safe_open(path, framework="numpy")
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{path}: not a complete safetensors file ({error})") from None
-            self._home |= {name: path for name in self._opened[path].keys()}  # noqa: SIM118
-        for name, file in (weights or {}).items():
-            if self._home.get(name) != folder / file:
-                raise ConfigError(f"{folder / file}: the index says that {name} is in it, but it is not")
-        self.shapes = {n: tuple(self._opened[p].get_slice(n).get_shape()) for n, p in self._home.items()}
+            held = set(self._opened[path].keys())
+            promised = {name for name, file in weights.items() if file == path.name} if weights else held
+            if promised - held:
+                raise ConfigError(f"{path}: the index says that {_list([*(promised - held)])} is in it, but it is not")
+            self._home |= dict.fromkeys(held - {n for n in weights or {} if n not in promised}, path)
+        self.shapes: dict[str, tuple[int, ...]] = {
+            n: tuple(self._opened[p].get_slice(n).get_shape()) for n, p in self._home.items()
+        }
 
     def read(self, name: str) -> np.ndarray:
-        return self._opened[self._home[name]].get_tensor(name)
+        path = self._home[name]
+        stored = self._opened[path].get_slice(name).get_dtype()
+        if stored not in ("F64", "F32", "F16", "BF16"):
+            raise ConfigError(f"{path}: {name} is stored as {stored}; only unquantised floats are supported")
+        return self._opened[path].get_tensor(name)
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -225,7 +246,9 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:  # ValueError: neither JSON nor UTF-8
         raise ConfigError(f"{path}: not JSON ({error})") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: a JSON object is needed")
@@ -269,11 +292,15 @@ def save_target(
     max_shard_bytes: int = 5 << 30,
 ) -> None:
     """Writes a target in the published format under its own `config.json`."""
-    _save(pathlib.Path(folder), disassemble(target_fusions(config), params), {"config.json": raw_config}, max_shard_bytes)
+    files = {"config.json": raw_config}
+    _save(pathlib.Path(folder), disassemble(target_fusions(config), params), files, max_shard_bytes)
 
 
 def _save(folder: pathlib.Path, tensors: dict[str, np.ndarray], files: dict[str, Any], max_shard_bytes: int) -> None:
-    """Everything goes to a folder beside `folder` first, so that a crash leaves the old checkpoint or the new one."""
+    """Everything goes to a folder beside `folder` first: an error leaves the old checkpoint or the new one.
+
+    A crash between the two renames leaves the old one beside it, as `.NAME-xxx.old`. Other files in it are kept.
+    """
     shards: list[dict[str, np.ndarray]] = [{}]
     for name in sorted(tensors):
         if shards[-1] and sum(x.nbytes for x in shards[-1].values()) + tensors[name].nbytes > max_shard_bytes:
@@ -285,6 +312,9 @@ def _save(folder: pathlib.Path, tensors: dict[str, np.ndarray], files: dict[str,
         size = sum(x.nbytes for x in tensors.values())
         where = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in sorted(shard)}
         files = files | {INDEX: {"metadata": {"total_size": size}, "weight_map": where}}
+    folder = folder.resolve()  # a link stays a link
+    if folder.exists() and not (folder.is_dir() and ((folder / "config.json").is_file() or not any(folder.iterdir()))):
+        raise ConfigError(f"{folder}: there is something else than a checkpoint; name a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -294,15 +324,39 @@ def _save(folder: pathlib.Path, tensors: dict[str, np.ndarray], files: dict[str,
             (fresh / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         fresh.chmod(0o755)
         if folder.exists():
-            shutil.rmtree(folder)
-        fresh.rename(folder)
+            _keep_others(folder, fresh)
+            old = fresh.with_name(fresh.name + ".old")
+            folder.rename(old)
+            try:
+                fresh.rename(folder)
+            except BaseException:
+                old.rename(folder)
+                raise
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            fresh.rename(folder)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _keep_others(old: pathlib.Path, fresh: pathlib.Path) -> None:
+    """Copies what a checkpoint's folder holds beside what is being replaced: a tokenizer, notes."""
+    for path in old.iterdir():
+        if path.suffix == ".safetensors" or path.name in ("config.json", INDEX, HEAD_META):
+            continue
+        if path.is_dir():
+            shutil.copytree(path, fresh / path.name, symlinks=True)
+        else:
+            shutil.copy2(path, fresh / path.name, follow_symlinks=False)
 
 
 def numpy_dtype(name: str) -> np.dtype:
     """float32, float16 or bfloat16 by name."""
     return np.dtype({"bfloat16": ml_dtypes.bfloat16}.get(name, name))
+
+
+def _count(names: list[str]) -> str:
+    return "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
 
 
 def _list(names: list[str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 TREE_BUILDERS = ("best_first", "accum_logp")
 MIN_TEMPERATURE = 1e-4  # anything colder is greedy
@@ -58,12 +58,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_attention_heads={self.num_heads} must be a multiple of num_key_value_heads={self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs of channels")
+        _check_heads(self)
 
     @classmethod
     def from_hf(cls, raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
@@ -72,24 +67,16 @@ class ModelConfig:
         if model_type not in ("qwen3", "qwen3_moe", "llama"):
             raise ConfigError(f"{where}: model_type={model_type!r} is not supported; use qwen3, qwen3_moe or llama")
         _refuse_unsupported(raw, where)
-        heads, hidden = _need(raw, "num_attention_heads", where), _need(raw, "hidden_size", where)
-        return cls(
+        return _named(
+            where,
+            cls,
             model_type=model_type,
-            vocab_size=_need(raw, "vocab_size", where),
-            hidden_size=hidden,
-            num_layers=_need(raw, "num_hidden_layers", where),
-            num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or (128 if model_type == "qwen3" else hidden // heads),
-            intermediate_size=_need(raw, "intermediate_size", where),
-            norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope_theta=_rope_theta(raw, where),
-            max_positions=raw.get("max_position_embeddings", 32768),
+            **_sizes(raw, where),
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qk_norm=model_type != "llama",
             moe=_moe(raw, where) if model_type == "qwen3_moe" else None,
-            dtype=raw.get("dtype") or raw.get("torch_dtype"),
-            eos_token_ids=as_ids(raw.get("eos_token_id")),
+            dtype=_dtype(raw, where),
+            eos_token_ids=as_ids(raw.get("eos_token_id"), where),
         )
 
 
@@ -118,6 +105,7 @@ class HeadConfig:
     qk_norm = True
 
     def __post_init__(self):
+        _check_heads(self)
         if self.block_size < 2:
             raise ConfigError(
                 f"block_size={self.block_size}: a block is one anchor and at least one drafted slot, so >= 2"
@@ -154,39 +142,37 @@ class HeadConfig:
         target_hidden = block.get("target_hidden_size", raw.get("hidden_size"))
         if target_hidden != raw.get("hidden_size"):
             raise ConfigError(f"{where}: target_hidden_size={target_hidden} with an adapter is not supported")
-        flags = {key: block[key] for key in ("causal_head", "causal") if key in block}
+        flags = {key: block[key] for key in ("causal_head", "causal") if block.get(key) is not None}
+        for key, value in flags.items():
+            if not isinstance(value, bool):
+                raise ConfigError(f"{where}: dflash_config.{key} is {value!r}; give true or false")
         if len(set(flags.values())) > 1:
             raise ConfigError(
                 f"{where}: causal_head={flags['causal_head']} contradicts causal={flags['causal']}; keep one"
             )
         if not flags:
             warn(f"{where}: neither causal_head nor causal is given; taking the head as bidirectional (DFlash)")
-        layers = _need(raw, "num_hidden_layers", where)
         target_layers = _need(raw, "num_target_layers", where)
-        hidden, heads = _need(raw, "hidden_size", where), _need(raw, "num_attention_heads", where)
         mask = block.get("mask_token_id")
-        if not isinstance(mask, int):
+        if not _whole(mask):
             raise ConfigError(
                 f"{where}: dflash_config.mask_token_id is {mask!r}; give the id of an unused embedding row"
             )
         taps = block.get("target_layer_ids")
-        return cls(
-            vocab_size=_need(raw, "vocab_size", where),
-            hidden_size=hidden,
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or hidden // heads,
-            intermediate_size=_need(raw, "intermediate_size", where),
-            norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope_theta=_rope_theta(raw, where),
-            max_positions=raw.get("max_position_embeddings", 32768),
+        if taps is not None and not (isinstance(taps, list) and all(_whole(tap) for tap in taps)):
+            raise ConfigError(f"{where}: dflash_config.target_layer_ids is {taps!r}; give a list of layers, 0-based")
+        sizes = _sizes(raw, where)
+        holder = next((h for h in (block, raw) if h.get("block_size") is not None), {"block_size": 16})
+        return _named(
+            where,
+            cls,
+            **sizes,
             num_target_layers=target_layers,
-            block_size=block.get("block_size") or raw.get("block_size") or 16,
+            block_size=_need(holder, "block_size", where),
             mask_token_id=mask,
-            tap_layers=tuple(taps) if taps is not None else default_taps(target_layers, layers),
-            causal=bool(next(iter(flags.values()), False)),
-            dtype=raw.get("dtype") or raw.get("torch_dtype"),
+            tap_layers=tuple(taps) if taps is not None else default_taps(target_layers, sizes["num_layers"]),
+            causal=next(iter(flags.values()), False),
+            dtype=_dtype(raw, where),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -282,40 +268,106 @@ def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps))
 
 
-def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
+def as_ids(value: Any, where: str = "config.json") -> tuple[int, ...]:
     """`eos_token_id` is a number, a list or null in the files."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    if not all(_whole(i) for i in ids):
+        raise ConfigError(f"{where}: eos_token_id is {value!r}; a token id or a list of them is needed")
+    return tuple(ids)
 
 
-def _need(raw: dict[str, Any], key: str, where: str) -> int:
-    if not isinstance(raw.get(key), int):
-        raise ConfigError(f"{where}: {key} is {raw.get(key)!r}; a whole number is needed")
-    return raw[key]
+def _whole(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _need(raw: dict[str, Any], key: str, where: str, default: int | None = None) -> int:
+    value = raw.get(key) if raw.get(key) is not None else default
+    if not _whole(value) or value < 1:
+        raise ConfigError(f"{where}: {key} is {value!r}; a whole number >= 1 is needed")
+    return value
+
+
+def _real(value: Any, key: str, where: str) -> float:
+    if not (_whole(value) or isinstance(value, float)) or not 0 < value < math.inf:
+        raise ConfigError(f"{where}: {key} is {value!r}; a number > 0 is needed")
+    return float(value)
+
+
+def _dtype(raw: dict[str, Any], where: str) -> str | None:
+    """New files say `dtype`, old ones `torch_dtype`."""
+    value = raw.get("dtype") or raw.get("torch_dtype")
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(f"{where}: dtype is {value!r}; a name like 'bfloat16' is needed")
+    return value
+
+
+def _named(where: str, cls, **values):
+    """`cls(**values)`; what it refuses is said with the file's name."""
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _sizes(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """What target and head have in common, with the defaults of transformers' Qwen3."""
+    hidden, heads = _need(raw, "hidden_size", where), _need(raw, "num_attention_heads", where)
+    split = 128 if raw.get("model_type", "qwen3") == "qwen3" else max(hidden // heads, 1)
+    return {
+        "vocab_size": _need(raw, "vocab_size", where),
+        "hidden_size": hidden,
+        "num_layers": _need(raw, "num_hidden_layers", where),
+        "num_heads": heads,
+        "num_kv_heads": _need(raw, "num_key_value_heads", where, heads),
+        "head_dim": _need(raw, "head_dim", where, split),
+        "intermediate_size": _need(raw, "intermediate_size", where),
+        "norm_eps": _real(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps", where),
+        "rope_theta": _rope_theta(raw, where),
+        "max_positions": _need(raw, "max_position_embeddings", where, 32768),
+    }
+
+
+def _check_heads(c: ModelConfig | HeadConfig) -> None:
+    if c.num_heads % c.num_kv_heads:
+        raise ConfigError(
+            f"num_attention_heads={c.num_heads} must be a multiple of num_key_value_heads={c.num_kv_heads}"
+        )
+    if c.head_dim % 2:
+        raise ConfigError(f"head_dim={c.head_dim} must be even: RoPE rotates pairs of channels")
 
 
 def _rope_theta(raw: dict[str, Any], where: str) -> float:
-    """Old files say `rope_theta` and `rope_scaling`, new ones `rope_parameters`."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind != "default":
-        raise ConfigError(f"{where}: rope_type={kind!r} is not supported; only unscaled RoPE ('default') is")
-    return float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    """Old files say `rope_theta` and `rope_scaling`, new ones `rope_parameters`; both are looked at."""
+    theta = raw.get("rope_theta")
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = raw.get(key) or {}
+        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+            raise ConfigError(f"{where}: {key} is {rope!r}; one set of parameters for all layers is needed")
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind != "default":
+            raise ConfigError(f"{where}: {key}: rope_type={kind!r} is not supported; only unscaled RoPE ('default') is")
+        if rope.get("partial_rotary_factor", 1) != 1:
+            raise ConfigError(f"{where}: {key}: partial_rotary_factor={rope['partial_rotary_factor']} is not supported")
+        theta = rope.get("rope_theta", theta)
+    return _real(10000.0 if theta is None else theta, "rope_theta", where)
 
 
 def _moe(raw: dict[str, Any], where: str) -> MoEConfig:
-    layers, step = _need(raw, "num_hidden_layers", where), raw.get("decoder_sparse_step", 1)
-    dense = set(raw.get("mlp_only_layers") or ())
-    experts = raw.get("num_experts") or raw.get("num_local_experts")
-    if not experts:
+    layers, step = _need(raw, "num_hidden_layers", where), _need(raw, "decoder_sparse_step", where, 1)
+    dense = raw.get("mlp_only_layers") or []
+    if not (isinstance(dense, list) and all(_whole(i) for i in dense)):
+        raise ConfigError(f"{where}: mlp_only_layers is {dense!r}; give a list of layers, 0-based")
+    key = next((k for k in ("num_experts", "num_local_experts") if raw.get(k) is not None), None)
+    if key is None:
         raise ConfigError(f"{where}: neither num_experts nor num_local_experts is given")
-    return MoEConfig(
-        num_experts=experts,
+    return _named(
+        where,
+        MoEConfig,
+        num_experts=_need(raw, key, where),
         experts_per_token=_need(raw, "num_experts_per_tok", where),
         intermediate_size=_need(raw, "moe_intermediate_size", where),
         normalize_top_k=bool(raw.get("norm_topk_prob", False)),
-        sparse_layers=tuple(i for i in range(layers) if i not in dense and step and (i + 1) % step == 0),
+        sparse_layers=tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0),
     )
 
 
@@ -326,8 +378,9 @@ def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
     if raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{where}: hidden_act={raw['hidden_act']!r} is not supported; only silu is")
     windowed = raw.get("use_sliding_window", raw.get("sliding_window") is not None)
-    kinds = {kind for kind in raw.get("layer_types") or () if kind != "full_attention"}
+    kinds = any(kind != "full_attention" for kind in raw.get("layer_types") or ())
     if kinds or (windowed and raw.get("sliding_window")):
-        raise ConfigError(f"{where}: sliding-window attention is not supported; every layer must be full_attention")
+        named = f"layer_types={sorted(set(raw['layer_types']))}" if kinds else f"sliding_window={raw['sliding_window']}"
+        raise ConfigError(f"{where}: {named}: only full attention is supported, in every layer")
     if raw.get("quantization_config"):
         raise ConfigError(f"{where}: quantization_config is not supported; give an unquantised checkpoint")

@@ -59,7 +59,7 @@ class Request(NamedTuple):
 
     tokens: Int[Array, "B P"]
     prompt_length: Int[Array, " B"]  # >= 1
-    limit: Int[Array, " B"]  # prompt_length + max_new_tokens, <= capacity - D - 1
+    limit: Int[Array, " B"]  # prompt_length + max_new_tokens, cut to capacity - D - 1
     budget: Int[Array, " B"]
     temperature: Float[Array, " B"]
     seed: UInt32[Array, " B"]
@@ -125,7 +125,8 @@ def prefill(decoder: Decoder, params: dict, request: Request) -> State:
         tokens=jax.lax.dynamic_update_slice(records, tokens, (0, 0)),
         length=request.prompt_length,
         prompt_length=request.prompt_length,
-        limit=request.limit,
+        # A commit writes D + 1 rows at once; past the buffer's end they would be shifted back over the prefix.
+        limit=jnp.minimum(request.limit, decoder.capacity - decoder.depth - 1),
         budget=request.budget,
         temperature=request.temperature,
         seed=request.seed,

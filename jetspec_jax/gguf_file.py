@@ -1,8 +1,14 @@
-"""GGUF files (through the `gguf` package) as a source of published tensors, configuration and tokenizer data."""
+"""GGUF files as a source of published tensors, configuration and tokenizer data.
+
+The table of contents is parsed here: `gguf.GGUFReader` makes several arrays for each of a vocabulary's strings, which
+takes seconds. Quantised blocks are decoded by the `gguf` package.
+"""
 
 from __future__ import annotations
 
+import mmap
 import pathlib
+import struct
 from typing import Any
 
 import numpy as np
@@ -27,39 +33,58 @@ LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Value types of the format, by number; 8 is a string and 9 an array.
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
 
 
 class GGUF:
     """One GGUF file; implements `checkpoint.Source`. Quantised tensors are read as f32.
 
     Raises:
-      ConfigError: the file is none, or of an architecture that is not supported.
+      ConfigError: the file is none, is cut short, or is of an architecture or a kind that is not supported.
     """
 
     def __init__(self, path: pathlib.Path):
         import gguf
 
+        self._path = path
         try:
-            reader = gguf.GGUFReader(path)
-        except (ValueError, OSError) as error:
+            with open(path, "rb") as file:
+                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            contents = _Contents(self._bytes)
+            self._fields = contents.fields
+            self.shapes: dict[str, tuple[int, ...]] = {}
+            self._blocks: dict[str, tuple[Any, int, tuple[int, ...]]] = {}
+            for original, (shape, kind, offset) in contents.tensors.items():
+                quantization, name = gguf.GGMLQuantizationType(kind), self._published(original)
+                stored = gguf.quants.quant_shape_to_byte_shape(shape, quantization)
+                if offset + int(np.prod(stored)) > len(self._bytes):
+                    raise ValueError(f"{original} lies behind its end")
+                self.shapes[name], self._blocks[name] = shape, (quantization, offset, stored)
+        except (ValueError, OSError, struct.error, RecursionError, OverflowError, MemoryError) as error:
             raise ConfigError(f"{path}: not a complete GGUF file ({error})") from None
-        self._fields, self._path = reader.fields, path
         self.architecture = self.get("general.architecture")
         if self.architecture not in MODEL_TYPES:
-            raise ConfigError(f"{path}: architecture {self.architecture!r} is not supported; {list(MODEL_TYPES)} are")
-        self._tensors = {self._published(t.name): t for t in reader.tensors}
-        self.shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
+            raise ConfigError(
+                f"{path}: architecture {self.architecture!r} is not supported; use one of {', '.join(MODEL_TYPES)}"
+            )
+        if self.get("split.count", 1) > 1:
+            raise ConfigError(f"{path}: one of {self.get('split.count')} parts; join them (llama-gguf-split --merge)")
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the metadata; lists as lists."""
-        field = self._fields.get(key)
-        return default if field is None else field.contents()
+        return self._fields.get(key, default)
 
     def read(self, name: str) -> np.ndarray:
         import gguf
 
-        tensor = self._tensors[name]
-        array = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(self.shapes[name])
+        kind, offset, stored = self._blocks[name]
+        blocks = np.frombuffer(self._bytes, np.uint8, int(np.prod(stored)), offset).reshape(stored)
+        try:
+            array = gguf.quants.dequantize(blocks, kind).reshape(self.shapes[name])
+        except NotImplementedError:
+            raise ConfigError(f"{self._path}: {name} is quantised as {kind.name}, which is not supported") from None
         if self.architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             # Llama files hold query and key rows in the order of interleaved RoPE; ours rotates halves.
             heads = self._number("attention.head_count" if "q_proj" in name else "attention.head_count_kv")
@@ -69,7 +94,19 @@ class GGUF:
     def config(self) -> dict[str, Any]:
         """What the `config.json` of this model would say."""
         heads, hidden = self._number("attention.head_count"), self._number("embedding_length")
-        scaling = self.get(f"{self.architecture}.rope.scaling.type", "none")
+        if "model.embed_tokens.weight" not in self.shapes:
+            raise ConfigError(f"{self._path}: the tensor token_embd.weight is missing")
+        head_dim = self._get("attention.key_length", hidden // max(heads, 1))
+        scaling = self._get("rope.scaling.type", "none")
+        if "rope_freqs.weight" in self.shapes:
+            scaling = "llama3"  # its factors are a tensor
+        elif self._get("rope.scale_linear", 1.0) != 1.0:
+            scaling = "linear"
+        if self._get("rope.dimension_count", head_dim) != head_dim:
+            raise ConfigError(
+                f"{self._path}: rope.dimension_count={self._get('rope.dimension_count')} is not supported; "
+                f"RoPE turns whole heads of {head_dim}"
+            )
         return {
             "model_type": MODEL_TYPES[self.architecture],
             "vocab_size": self.shapes["model.embed_tokens.weight"][0],
@@ -77,18 +114,24 @@ class GGUF:
             "num_hidden_layers": self._number("block_count"),
             "num_attention_heads": heads,
             "num_key_value_heads": self._number("attention.head_count_kv"),
-            "head_dim": self.get(f"{self.architecture}.attention.key_length", hidden // heads),
+            "head_dim": head_dim,
             "intermediate_size": self._number("feed_forward_length"),
-            "rms_norm_eps": float(self.get(f"{self.architecture}.attention.layer_norm_rms_epsilon", 1e-6)),
-            "rope_theta": float(self.get(f"{self.architecture}.rope.freq_base", 10000.0)),
+            "rms_norm_eps": float(self._get("attention.layer_norm_rms_epsilon", 1e-6)),
+            "rope_theta": float(self._get("rope.freq_base", 10000.0)),
             "rope_scaling": None if scaling == "none" else {"rope_type": scaling},
             "max_position_embeddings": self._number("context_length"),
+            "sliding_window": self._get("attention.sliding_window"),
+            "attention_bias": any(name.endswith("_proj.bias") for name in self.shapes),
             "tie_word_embeddings": "lm_head.weight" not in self.shapes,
             "eos_token_id": self.get("tokenizer.ggml.eos_token_id"),
         }
 
+    def _get(self, key: str, default: Any = None) -> Any:
+        """A value of the architecture's own."""
+        return self.get(f"{self.architecture}.{key}", default)
+
     def _number(self, key: str) -> int:
-        value = self.get(f"{self.architecture}.{key}")
+        value = self._get(key)
         if not isinstance(value, int):
             raise ConfigError(f"{self._path}: {self.architecture}.{key} is {value!r}; a whole number is needed")
         return value
@@ -101,3 +144,61 @@ class GGUF:
         if parts[0] == "blk" and len(parts) == 4 and parts[2] in LAYER:
             return f"model.layers.{parts[1]}.{LAYER[parts[2]]}.{parts[3]}"
         return name
+
+
+class _Contents:
+    """Metadata and the table of tensors (shape, type, offset) at the start of a file, version 2 or 3, little-endian."""
+
+    def __init__(self, data: mmap.mmap):
+        self._data, self._at = data, 0
+        if data[:4] != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        version = self._scalars("4xI")[0]
+        if version not in (2, 3):
+            raise ValueError(f"version {version}; 2 and 3 are supported")
+        tensors, fields = self._scalars("QQ")
+        self.fields: dict[str, Any] = {}
+        for _ in range(fields):
+            key = self._string()
+            self.fields[key] = self._value(self._scalars("I")[0])
+        self.tensors: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        for _ in range(tensors):
+            name = self._string()
+            (axes,) = self._scalars("I")
+            if axes > 4:
+                raise ValueError(f"{name} has {axes} axes")
+            shape = tuple(reversed(self._scalars(f"{axes}Q")))
+            self.tensors[name] = (shape, *self._scalars("IQ"))
+        step = self.fields.get("general.alignment", 32)
+        if not isinstance(step, int) or step < 1:
+            raise ValueError(f"general.alignment={step!r}")
+        start = -(-self._at // step) * step
+        self.tensors = {name: (shape, kind, start + at) for name, (shape, kind, at) in self.tensors.items()}
+
+    def _scalars(self, layout: str) -> tuple[Any, ...]:
+        values = struct.unpack_from("<" + layout, self._data, self._at)
+        self._at += struct.calcsize("<" + layout)
+        return values
+
+    def _string(self) -> str:
+        (size,) = self._scalars("Q")
+        end = self._at + size
+        if end > len(self._data):
+            raise ValueError("a text lies behind its end")
+        text = self._data[self._at : end].decode("utf-8")
+        self._at = end
+        return text
+
+    def _value(self, kind: int) -> Any:
+        if kind in SCALARS:
+            return self._scalars(SCALARS[kind])[0]
+        if kind == STRING:
+            return self._string()
+        if kind != ARRAY:
+            raise ValueError(f"value type {kind} is unknown")
+        inner, count = self._scalars("IQ")
+        if count > len(self._data):  # before memory is asked for
+            raise ValueError("a list lies behind its end")
+        if inner in SCALARS:
+            return list(self._scalars(f"{count}{SCALARS[inner]}"))
+        return [self._value(inner) for _ in range(count)]

@@ -76,10 +76,15 @@ def load_target(source: str | os.PathLike, dtype: str | None = None) -> LoadedTa
       ConfigError: something is wrong with the files, by name.
     """
     begin = time.perf_counter()
+    if dtype is not None:
+        _dtype(dtype)
     path = _find(source)
     if path.is_file():
+        if path.suffix in (".safetensors", ".json", *checkpoint.PICKLES):
+            raise ConfigError(f"{path}: a target is a .gguf file or a folder with config.json and safetensors")
         file = GGUF(path)
-        raw, tensors, files = file.config(), file, [path]
+        raw, files = file.config(), [path]
+        tensors: checkpoint.Source = file
         eos = tokenizer.end_tokens(file)
         read_tokenizer = lambda: tokenizer.from_gguf(file)
         native = "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -89,11 +94,12 @@ def load_target(source: str | os.PathLike, dtype: str | None = None) -> LoadedTa
         tensors, files = folder, folder.files
         generation = path / "generation_config.json"
         named = checkpoint.read_json(generation).get("eos_token_id") if generation.is_file() else None
-        eos = tuple(sorted({*as_ids(raw.get("eos_token_id")), *as_ids(named)}))
+        eos = tuple(sorted({*as_ids(raw.get("eos_token_id"), str(path)), *as_ids(named, str(generation))}))
         read_tokenizer = lambda: tokenizer.from_folder(path)
         native = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16")
-    config = ModelConfig.from_hf(raw, str(path if path.is_file() else path / "config.json"))
-    dtype = _dtype(dtype or native)
+    where = str(path if path.is_file() else path / "config.json")
+    config = ModelConfig.from_hf(raw, where)
+    dtype = dtype or _dtype(native, f"{where}: ")
     model, shapes = qwen3.build(config, checkpoint.numpy_dtype(dtype))
     params = checkpoint.assemble(tensors, checkpoint.target_fusions(config), shapes, str(path), _warn)
     jax.block_until_ready(params)
@@ -122,7 +128,8 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
     ):
         if ours != theirs:
             raise ConfigError(
-                f"{where}: {name} is {ours}, the target's ({target.source}) is {theirs}; this head belongs to another target"
+                f"{where}: {name} is {ours}, the target's ({target.source}) is {theirs}; "
+                "this head belongs to another target"
             )
     draft, shapes = jetspec.build(config, checkpoint.numpy_dtype(target.dtype))
     tensors = _WithoutBorrowed(checkpoint.Folder(path))
@@ -134,7 +141,9 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
     metadata = checkpoint.read_json(meta_file) if meta_file.is_file() else {}
     trained_for = metadata.get("target_fingerprint")
     if trained_for not in (None, target.fingerprint):
-        _warn(f"{path}: trained for another target (fingerprint {trained_for}, {target.source} has {target.fingerprint})")
+        _warn(
+            f"{path}: trained for another target (fingerprint {trained_for}, {target.source} has {target.fingerprint})"
+        )
     return LoadedHead(draft, params, config, str(source), metadata, time.perf_counter() - begin)
 
 
@@ -156,25 +165,30 @@ class _WithoutBorrowed:
 
 def _find(source: str | os.PathLike) -> pathlib.Path:
     """A local path as it is; else the files of a hub id, without anything executable."""
-    path = pathlib.Path(source).expanduser()
-    if path.exists():
-        return path
     name = str(source)
+    try:
+        path = pathlib.Path(source).expanduser()
+        if name and path.exists():
+            return path
+    except (OSError, RuntimeError):  # a name too long, a home that is not known
+        pass
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise ConfigError(f"{name}: no such file or folder (and no hub id, which has the form owner/name)")
+        raise ConfigError(
+            f"{name or repr(name)}: no such file or folder (and no hub id, which has the form owner/name)"
+        )
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{name}: no such folder, and the hub does not give it ({reason})") from None
 
 
-def _dtype(name: str) -> str:
+def _dtype(name: str, where: str = "") -> str:
     if name not in DTYPES:
-        raise ConfigError(f"dtype={name!r}: choose one of {', '.join(DTYPES)}")
+        raise ConfigError(f"{where}dtype={name!r}: choose one of {', '.join(DTYPES)}")
     return name
 
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -200,7 +201,7 @@ class Flight:
     def _result(self, s: State, row: int) -> Result:
         if s.reason[row] == NONFINITE:
             raise DecodeError(
-                f"the target's logits are not finite in {self._target.dtype} at position {s.length[row]}; "
+                f"the target's logits are not finite in {self._target.dtype} behind position {s.length[row] - 1}; "
                 "try --dtype float32 or bfloat16"
             )
         ids = s.tokens[row, s.prompt_length[row] : s.length[row]].tolist()
@@ -232,7 +233,7 @@ class Flight:
 
 def start(target, head, prompts, tree=None, sampling=None, chat=None) -> Flight:
     """Checks everything, prefills, and returns the batch in flight; arguments as of `generate`."""
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral))
     prompts = [prompts] if single else list(prompts)
     if not prompts:
         raise ConfigError("prompts: the list is empty; give at least one prompt")

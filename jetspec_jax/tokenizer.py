@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 from jetspec_jax.config import ConfigError
 
 FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt")
+CONTROL, USER_DEFINED = 3, 4  # token types of GGUF files: left out of text, and matched whole
 END_NAMES = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "</s>")  # end a turn whatever a GGUF file lists
 
 
@@ -40,7 +42,7 @@ class Tokenizer:
         try:
             text = self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **extra)
         except Exception as error:  # templates raise what they like
-            raise ConfigError(f"messages: the chat template refuses them ({error})") from None
+            raise ConfigError(f"messages: the chat template refuses them ({_line(error)})") from None
         return self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -55,21 +57,22 @@ class Tokenizer:
 class StreamDecoder:
     """Turns ids into text piece by piece: the pieces join to `decode` of all ids, and none ends inside a character.
 
-    Text is held back while it ends in the replacement character, for a token may hold a part of a character.
+    Replacement characters at the end are held back, for a token may hold a part of a character.
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer, self._ids, self._shown = tokenizer, [], 0
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
         self._anchor = 0  # ids before it are settled: their text never changes
+        self._shown = 0  # characters of the text from the anchor on
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these ids complete."""
         self._ids += ids
         text = self._tokenizer.decode(self._ids[self._anchor :])
-        if text.endswith("\ufffd"):
-            return ""
-        fresh, self._shown = text[self._shown :], len(text)
-        if len(self._ids) - self._anchor > 64:  # keep the work of a push bounded
+        whole = text.rstrip("\ufffd")
+        fresh, self._shown = whole[self._shown :], max(self._shown, len(whole))
+        if whole == text and len(self._ids) - self._anchor > 64:  # keep the work of a push bounded
             keep = self._ids[-8:]
             head = self._tokenizer.decode(self._ids[self._anchor : -8])
             if text == head + self._tokenizer.decode(keep):
@@ -91,7 +94,7 @@ def from_folder(folder: pathlib.Path) -> Tokenizer | None:
     try:
         inner = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever the files provoke
-        raise ConfigError(f"{folder}: its tokenizer cannot be read ({str(error).splitlines()[0]})") from None
+        raise ConfigError(f"{folder}: its tokenizer cannot be read ({_line(error)})") from None
     return Tokenizer(inner)
 
 
@@ -103,26 +106,39 @@ def from_gguf(file) -> Tokenizer | None:
     if file.get("tokenizer.ggml.model") != "gpt2":
         raise ConfigError(f"tokenizer.ggml.model={file.get('tokenizer.ggml.model')!r} is not supported; only gpt2 is")
     import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
 
     transformers = _transformers()
-    merges = [tuple(line.split(" ", 1)) for line in file.get("tokenizer.ggml.merges")]
-    inner = tokenizers.Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
-    split = {
+    splits: dict[str, list[Any]] = {
         "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
         "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
         "qwen2": [
             pre_tokenizers.Split(tokenizers.Regex(QWEN2_PATTERN), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ],
-    }.get(file.get("tokenizer.ggml.pre", "gpt-2"))
+    }
+    split = splits.get(file.get("tokenizer.ggml.pre", "gpt-2"))
     if split is None:
         raise ConfigError(f"tokenizer.ggml.pre={file.get('tokenizer.ggml.pre')!r} is not supported")
+    merges = [tuple(line.split(" ", 1)) for line in file.get("tokenizer.ggml.merges", [])]
+    try:
+        model = models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges)
+    except Exception as error:  # a merge of something that is no token
+        raise ConfigError(f"tokenizer.ggml.merges do not fit tokenizer.ggml.tokens ({_line(error)})") from None
+    inner = tokenizers.Tokenizer(model)
+    if file.get("tokenizer.ggml.pre") == "qwen2":
+        inner.normalizer = normalizers.NFC()
     inner.pre_tokenizer = pre_tokenizers.Sequence(split)
     inner.decoder = decoders.ByteLevel()
-    control = [t for t, kind in zip(tokens, file.get("tokenizer.ggml.token_type"), strict=True) if kind == 3]
-    inner.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in control])
-    name = lambda key: tokens[i] if (i := file.get(f"tokenizer.ggml.{key}_token_id")) is not None else None
+    of_kind = lambda kind: [t for t, k in zip(tokens, _kinds(file, tokens), strict=True) if k == kind]
+    token = lambda t, special: tokenizers.AddedToken(t, special=special, normalized=False)
+    inner.add_special_tokens([token(t, True) for t in of_kind(CONTROL)])
+    inner.add_tokens([token(t, False) for t in of_kind(USER_DEFINED)])
+
+    def name(key: str) -> str | None:
+        i = file.get(f"tokenizer.ggml.{key}_token_id")
+        return tokens[i] if i is not None and i < len(tokens) else None
+
     return Tokenizer(
         transformers.PreTrainedTokenizerFast(
             tokenizer_object=inner,
@@ -140,10 +156,24 @@ QWEN2_PATTERN = (
 
 def end_tokens(file) -> tuple[int, ...]:
     """End tokens of a GGUF file: the one it names, and the usual control tokens that end a turn."""
-    tokens, kinds = file.get("tokenizer.ggml.tokens", []), file.get("tokenizer.ggml.token_type", [])
-    usual = [i for i, (t, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind == 3 and t in END_NAMES]
+    tokens = file.get("tokenizer.ggml.tokens", [])
+    pairs = zip(tokens, _kinds(file, tokens), strict=True)
+    usual = [i for i, (t, kind) in enumerate(pairs) if kind == CONTROL and t in END_NAMES]
     named = file.get("tokenizer.ggml.eos_token_id")
     return tuple(sorted({*usual, *([] if named is None else [named])}))
+
+
+def _kinds(file, tokens: list[str]) -> list[int]:
+    """The type of every token; all are plain where a file lists none."""
+    kinds = file.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise ConfigError(f"tokenizer.ggml.token_type: {len(kinds)} entries for {len(tokens)} tokens")
+    return kinds
+
+
+def _line(error: Exception) -> str:
+    """The first line of an error's text."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _transformers():

@@ -150,7 +150,6 @@ FLAG_MISTAKES = [
     (["--prompt", "x", "--method", "autoregressive", "--budget", "8"], "contradicts"),
     (["--prompt", "x", "--method", "dflash", "--tree", "best_first"], "contradicts"),
     (["--prompt", "x", "--json", "--stream"], "contradicts"),
-    (["--prompt", "x", "--head", "h"], "--target"),
     (["--prompt", "x", "--target", "t"], "--head"),
     (["--prompt_ids", "1", "--chat"], "--chat"),
     (["--prompt_file", "f", "--trace", "t"], "--trace"),
