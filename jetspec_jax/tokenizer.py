@@ -104,7 +104,9 @@ def from_gguf(file) -> Tokenizer | None:
     if tokens is None:
         return None
     if file.get("tokenizer.ggml.model") != "gpt2":
-        raise ConfigError(f"tokenizer.ggml.model={file.get('tokenizer.ggml.model')!r} is not supported; only gpt2 is")
+        raise ConfigError(
+            f"{file.path}: tokenizer.ggml.model={file.get('tokenizer.ggml.model')!r} is not supported; only gpt2 is"
+        )
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -119,12 +121,14 @@ def from_gguf(file) -> Tokenizer | None:
     }
     split = splits.get(file.get("tokenizer.ggml.pre", "gpt-2"))
     if split is None:
-        raise ConfigError(f"tokenizer.ggml.pre={file.get('tokenizer.ggml.pre')!r} is not supported")
+        raise ConfigError(f"{file.path}: tokenizer.ggml.pre={file.get('tokenizer.ggml.pre')!r} is not supported")
     merges = [tuple(line.split(" ", 1)) for line in file.get("tokenizer.ggml.merges", [])]
     try:
         model = models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges)
     except Exception as error:  # a merge of something that is no token
-        raise ConfigError(f"tokenizer.ggml.merges do not fit tokenizer.ggml.tokens ({_line(error)})") from None
+        raise ConfigError(
+            f"{file.path}: tokenizer.ggml.merges do not fit tokenizer.ggml.tokens ({_line(error)})"
+        ) from None
     inner = tokenizers.Tokenizer(model)
     if file.get("tokenizer.ggml.pre") == "qwen2":
         inner.normalizer = normalizers.NFC()
@@ -167,7 +171,7 @@ def _kinds(file, tokens: list[str]) -> list[int]:
     """The type of every token; all are plain where a file lists none."""
     kinds = file.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(kinds) != len(tokens):
-        raise ConfigError(f"tokenizer.ggml.token_type: {len(kinds)} entries for {len(tokens)} tokens")
+        raise ConfigError(f"{file.path}: tokenizer.ggml.token_type: {len(kinds)} entries for {len(tokens)} tokens")
     return kinds
 
 

@@ -1,0 +1,225 @@
+"""Text in and out: ids, templates, and text that comes in pieces without a broken character."""
+
+import json
+import pathlib
+
+import pytest
+import tokenizers
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from jetspec_jax import tokenizer
+from jetspec_jax.config import ConfigError
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('no ' + m.role) }}"
+    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog",
+    "def add(a, b):\n    return a + b",
+    "你好世界你好",
+    "été déjà vu",
+]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+SAMPLE = "Hello 👩‍👩‍👧‍👦 世界 e\u0301 नमस्ते \U0001f3f4\U000e0067\u0000\n\ttabs   spaces \ufeff é"
+BROKEN = "\ufffd"
+
+
+def make(folder: pathlib.Path, template: str | None = TEMPLATE) -> pathlib.Path:
+    """A byte-level BPE tokenizer of some 300 tokens: most characters beyond ASCII are several tokens."""
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
+    )
+    inner.train_from_iterator(CORPUS, trainer)
+    folder.mkdir(exist_ok=True)
+    inner.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "clean_up_tokenization_spaces": True,
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config | ({"chat_template": template} if template else {}))
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tok(tmp_path_factory) -> tokenizer.Tokenizer:
+    return tokenizer.from_folder(make(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(scope="module")
+def fallback() -> tokenizer.Tokenizer:
+    """The other kind, with byte tokens for what has none of its own: a half character decodes to several U+FFFD."""
+    import transformers
+
+    vocab = {"<unk>": 0} | {f"<0x{i:02X}>": i + 1 for i in range(256)} | {"▁": 257, "a": 258, "e": 259, "▁a": 260}
+    inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    inner.decoder = decoders.Sequence(steps)
+    return tokenizer.Tokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>"))
+
+
+def pieces_of(tok, ids, sizes) -> list[str]:
+    """Pushes ids in pieces of the given sizes (then one by one), and finishes."""
+    stream, pieces, at = tok.stream_decoder(), [], 0
+    while at < len(ids):
+        size = sizes.pop(0) if sizes else 1
+        pieces.append(stream.push(ids[at : at + size]))
+        at += size
+    return [*pieces, stream.finish()]
+
+
+class TestEncode:
+    @given(st.text())
+    @example(SAMPLE)
+    @example("")
+    @example(" ")
+    @example(" don 't , or . ")  # what a clean-up of spaces would change
+    def test_text_survives(self, tok, text):
+        assert tok.decode(tok.encode(text)) == text
+
+    def test_nothing_is_added(self, tok):
+        assert tok.encode("") == []
+        assert not {0, 1, 2} & set(tok.encode("a b"))
+
+    def test_special_tokens_are_one_id_and_left_out_of_text(self, tok):
+        ids = tok.encode("<|im_start|>a<|im_end|><|endoftext|>b")
+        assert [i for i in ids if i < 3] == [1, 2, 0]
+        assert tok.decode(ids) == "ab"
+        assert tok.decode([2]) == ""
+        assert tok.eos == (2,)
+
+    def test_chat_template(self, tok):
+        messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "é?"}]
+        text = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\né?<|im_end|>\n<|im_start|>assistant\n"
+        assert tok.has_chat_template
+        assert tok.encode_chat(messages) == tok.encode(text)
+        assert tok.encode_chat(messages, thinking=True) == tok.encode(text)
+        assert tok.encode_chat(messages, thinking=False) == tok.encode(text + "<think>\n\n</think>\n\n")
+
+    @pytest.mark.parametrize("messages", [[{"role": "wizard", "content": "x"}], [{"content": "x"}]])
+    def test_messages_that_the_template_refuses(self, tok, messages):
+        with pytest.raises(ConfigError, match="messages: the chat template refuses them") as error:
+            tok.encode_chat(messages)
+        assert "\n" not in str(error.value)
+
+    def test_no_template(self, tmp_path):
+        assert not tokenizer.from_folder(make(tmp_path / "t", None)).has_chat_template
+
+    def test_no_tokenizer(self, tmp_path):
+        (tmp_path / "config.json").write_text("{}")
+        assert tokenizer.from_folder(tmp_path) is None
+
+    @pytest.mark.parametrize("content", ["{", "", "[]", '{"model": {"type": "Martian"}}'])
+    def test_a_broken_tokenizer_is_one_line(self, tmp_path, content):
+        make(tmp_path / "t")
+        (tmp_path / "t" / "tokenizer.json").write_text(content)
+        with pytest.raises(ConfigError, match="tokenizer cannot be read") as error:
+            tokenizer.from_folder(tmp_path / "t")
+        assert str(tmp_path / "t") in str(error.value) and "\n" not in str(error.value)
+
+    def test_code_in_the_folder_is_not_run(self, tmp_path):
+        folder = make(tmp_path / "t")
+        marker = tmp_path / "ran"
+        (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass T: pass\n")
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        config["auto_map"] = {"AutoTokenizer": ["evil.T", "evil.T"]}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        try:
+            tokenizer.from_folder(folder)
+        except ConfigError as error:
+            assert "\n" not in str(error)
+        assert not marker.exists()
+
+
+def check(tok, ids, sizes) -> None:
+    whole = tok.decode(ids)
+    pieces = pieces_of(tok, ids, list(sizes))
+    assert "".join(pieces) == whole
+    assert sum(p.count(BROKEN) for p in pieces) == whole.count(BROKEN)
+    assert not any(p.endswith(BROKEN) for p in pieces[:-1])
+
+
+class TestStream:
+    @given(st.text(max_size=60), st.lists(st.integers(0, 6), max_size=40))
+    @example(SAMPLE, [])
+    @example("", [0, 0])
+    def test_pieces_of_text_join_to_it(self, tok, text, sizes):
+        ids = tok.encode(text)
+        check(tok, ids, sizes)
+        assert "".join(pieces_of(tok, ids, list(sizes))) == text
+
+    @given(st.lists(st.integers(0, 299), max_size=300), st.lists(st.integers(0, 20), max_size=30))
+    def test_pieces_of_any_ids_join_to_their_text(self, tok, ids, sizes):
+        """Half characters, special tokens between halves, in runs long enough for settled ids to be dropped."""
+        check(tok, ids, sizes)
+
+    @given(st.lists(st.sampled_from("👩é世 aж\u0301\U0001f3f4"), min_size=60, max_size=250), st.integers(1, 9))
+    def test_long_text(self, tok, letters, size):
+        ids = tok.encode("".join(letters))
+        check(tok, ids, [size] * len(ids))
+
+    @given(st.data())
+    def test_half_characters_around_the_border_of_settled_ids(self, tok, data):
+        byte = {b: tok.encode(chr(b) if b < 128 else "")[:1] for b in range(128)}
+        emoji, special = tok.encode("\U0001f600"), [0]
+        assert len(emoji) == 4
+        fill = data.draw(st.integers(50, 75))
+        tail = data.draw(st.lists(st.sampled_from([*emoji, *special, byte[97][0]]), max_size=40))
+        check(tok, byte[97] * fill + tail, [1] * 200)
+
+    def test_an_emoji_over_several_pieces(self, tok):
+        ids = tok.encode("a😀b")
+        stream = tok.stream_decoder()
+        assert [stream.push([i]) for i in ids] == ["a", "", "", "", "😀", "b"]
+        assert stream.finish() == ""
+
+    def test_whole_characters_before_a_half_one_are_shown_at_once(self, tok):
+        ids = tok.encode("ab😀")
+        assert tok.stream_decoder().push(ids[:-1]) == "ab"
+
+    def test_a_character_that_never_comes_is_shown_at_the_end(self, tok):
+        stream = tok.stream_decoder()
+        ids = tok.encode("a😀")[:-1]
+        assert stream.push(ids) == "a"
+        assert stream.finish() == BROKEN
+        assert tok.decode(ids) == "a" + BROKEN
+
+    def test_a_replacement_character_that_the_model_wrote(self, tok):
+        check(tok, tok.encode(f"a{BROKEN}b{BROKEN}{BROKEN}"), [1] * 40)
+
+    def test_special_tokens_are_left_out(self, tok):
+        stream = tok.stream_decoder()
+        assert stream.push(tok.encode("a<|im_end|>")) == "a"
+        assert stream.push([0]) == ""
+        assert stream.finish() == ""
+
+    def test_the_work_of_a_push_is_bounded(self, tok):
+        longest = 0
+
+        class Spy(tokenizer.Tokenizer):
+            def decode(self, ids):
+                nonlocal longest
+                longest = max(longest, len(ids))
+                return super().decode(ids)
+
+        stream = Spy(tok._inner).stream_decoder()
+        text = "".join(stream.push([i]) for i in tok.encode("the fox 世界 " * 200))
+        assert text + stream.finish() == "the fox 世界 " * 200
+        assert longest < 100
+
+    @given(st.text(st.sampled_from("ae 世é😀x\n"), max_size=150), st.lists(st.integers(0, 6), max_size=40))
+    def test_byte_fallback(self, fallback, text, sizes):
+        ids = fallback.encode(text)
+        check(fallback, ids, sizes)
