@@ -5,7 +5,7 @@
     python decode.py --target DIR --head DIR --prompt_file prompts.jsonl --json
 
 Text or JSON goes to stdout, everything else to stderr. Exit status: 0 done, 2 the flags are wrong, 1 the files or the
-run are.
+run are, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ flags.DEFINE_string(
 )
 flags.DEFINE_integer("max_new_tokens", 256, "Most tokens to generate.")
 flags.DEFINE_integer(
-    "budget", None, "Tree nodes verified a round, root included; 1 is plain decoding. Default: by device."
+    "budget", None, "Tree nodes verified a round, root included; 1 is plain decoding. Default: 8 on a CPU, else 64."
 )
 flags.DEFINE_integer(
     "width", None, "Candidates a depth (best_first, default 64) or children a node (accum_logp, default 7)."
@@ -51,7 +51,7 @@ flags.DEFINE_enum(
     "best_first (default): the most probable nodes; accum_logp: whole siblings.",
 )
 flags.DEFINE_float("temperature", 0.0, "0 is greedy.")
-flags.DEFINE_integer("seed", 0, "Seed of sampling; the same seed gives the same tokens with any method and budget.")
+flags.DEFINE_integer("seed", 0, "Seed of sampling; in f32 a seed gives the same tokens with any method and budget.")
 flags.DEFINE_boolean("chat", None, "Put the prompt through the chat template. Default: where there is one.")
 flags.DEFINE_boolean("stream", None, "Print text as it comes. Default: yes, unless --json or --trace.")
 flags.DEFINE_enum("dtype", None, ["float32", "bfloat16", "float16"], "Dtype of the weights. Default: the file's.")
@@ -80,9 +80,16 @@ def main(argv: list[str]) -> int:
 
     try:
         rows = _rows(ids, sampling)
+        if FLAGS.trace:
+            open(FLAGS.trace, "ab").close()  # a path that cannot be written is noticed before the work
         target, head, tree = _load(tree)
+        _say(f"decoding on {_device()}; programs that are new to this machine are compiled first")
         for row in rows:
             _decode(target, head, tree, row)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has had enough
+        sys.stdout = open(os.devnull, "w")
+        return 1
     except (ConfigError, DecodeError, OSError) as error:
         return _fail(1, error)
     except KeyboardInterrupt:
@@ -94,7 +101,7 @@ def _parse(argv: list[str]) -> None:
     if {"-h", "--help"} & set(argv[1:]):
         print(__doc__, FLAGS.module_help(sys.modules[__name__]), sep="\n")
         sys.exit(0)
-    known = {name for name in FLAGS} | {f"no{name}" for name in FLAGS}
+    known = set(FLAGS) | {f"no{name}" for name in FLAGS if FLAGS[name].boolean}
 
     def normal(word: str) -> str:
         """Dashes and underscores both work in the names of flags."""
@@ -169,8 +176,11 @@ def _rows(ids: list[int] | None, sampling) -> list[Row]:
 
     if FLAGS.prompt_file is None:
         return [Row(FLAGS.prompt if ids is None else ids, sampling)]
-    with open(FLAGS.prompt_file, encoding="utf-8") as lines:
-        rows = [_row(line, f"{FLAGS.prompt_file}:{n}", sampling) for n, line in enumerate(lines, 1) if line.strip()]
+    try:
+        with open(FLAGS.prompt_file, encoding="utf-8-sig") as lines:
+            rows = [_row(line, f"{FLAGS.prompt_file}:{n}", sampling) for n, line in enumerate(lines, 1) if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{FLAGS.prompt_file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     if not rows:
         raise ConfigError(f"{FLAGS.prompt_file}: no prompt in it")
     return rows
@@ -183,11 +193,15 @@ def _row(line: str, where: str, sampling) -> Row:
         raw = json.loads(line)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where}: not JSON ({error.msg})") from None
+    except (RecursionError, ValueError):
+        raise ConfigError(f"{where}: not JSON that can be read (nested too deeply, or a number too long)") from None
     if not isinstance(raw, dict) or len({"prompt", "messages"} & raw.keys()) != 1:
         raise ConfigError(f'{where}: give {{"prompt": "..."}} or {{"messages": [...]}}')
     unknown = raw.keys() - {"prompt", "messages", "id", *ROW_OPTIONS}
     if unknown:
-        raise ConfigError(f"{where}: unknown key {min(unknown)!r}; known are id, {', '.join(ROW_OPTIONS)}")
+        raise ConfigError(
+            f"{where}: unknown key {min(unknown)!r}; known are prompt, messages, id, {', '.join(ROW_OPTIONS)}"
+        )
     prompt = raw.get("prompt", raw.get("messages"))
     turns = (
         isinstance(prompt, list)
@@ -198,6 +212,8 @@ def _row(line: str, where: str, sampling) -> Row:
     )
     if not (turns if "messages" in raw else isinstance(prompt, str)):
         raise ConfigError(f"{where}: prompt must be text, messages a list of {{role, content}}")
+    if prompt == "":
+        raise ConfigError(f"{where}: the prompt is empty; give at least one character")
     try:
         return Row(prompt, dataclasses.replace(sampling, **{k: raw[k] for k in ROW_OPTIONS if k in raw}), raw.get("id"))
     except (ConfigError, TypeError) as error:
@@ -206,13 +222,10 @@ def _row(line: str, where: str, sampling) -> Row:
 
 def _load(tree):
     """Target, head (or None) and the tree of the method."""
-    import jax
-
     from jetspec_jax import demo, load
     from jetspec_jax.config import ConfigError
 
-    if not jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", os.path.join(demo.cache_folder(), "xla"))
+    demo.keep_programs()
     path = FLAGS.target or demo.fetch_target()
     _say(f"loading {FLAGS.target or 'the demo target'}")
     target = load.load_target(path, FLAGS.dtype)
@@ -235,7 +248,6 @@ def _decode(target, head, tree, row: Row) -> None:
         ids = prompt if isinstance(prompt[0], int) else target.encode_messages(prompt, FLAGS.chat)
     else:
         ids = speculate.prompt_ids(target, prompt, FLAGS.chat)
-    _say(f"decoding on {_device()}; the first run compiles, which takes a while")
     if FLAGS.trace:
         result = trace.run(FLAGS.trace, target, head, ids, tree, row.sampling)
     elif FLAGS.json or FLAGS.stream is False:
@@ -257,10 +269,11 @@ def _decode(target, head, tree, row: Row) -> None:
 
 def _summary(result, plain, report) -> None:
     s = result.seconds
+    spent = ", ".join(f"{part} {s[part]:.2f} s" for part in ("load", "compile", "prefill", "decode"))
     _say(
         f"{result.new_tokens} tokens ({result.finish_reason}) in {result.rounds} rounds: acceptance length "
         f"{result.acceptance_length:.2f}, {result.tokens_per_second:.1f} tokens/s "
-        f"(load {s['load']:.1f} s, compile {s['compile']:.1f} s, prefill {s['prefill']:.2f} s, decode {s['decode']:.2f} s)"
+        f"({spent})"
     )
     if report is None:
         return

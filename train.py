@@ -6,10 +6,7 @@ Stages: prompt pool, answers of the target, features, training, export to DIR/he
 same command again goes on where it stopped. Exit status: 0 done or out of time, 2 wrong options, 1 other errors.
 """
 
-import os
 import sys
-
-import jax
 
 from jetspec_jax import demo
 from jetspec_jax.config import ConfigError
@@ -19,20 +16,19 @@ from jetspec_jax.training import options, pipeline
 def main(argv: list[str]) -> int:
     """Runs the stages; the exit status."""
     if not argv or set(argv) & {"-h", "--help"}:
-        print(__doc__, file=sys.stderr)
+        print(__doc__, file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     try:
         config, workdir = options.parse(argv)
         pipeline.check(config)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(f"train.py: {error}", file=sys.stderr)
         return 2
-    if not jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", os.path.join(demo.cache_folder(), "xla"))
+    demo.keep_programs()
     try:
         pipeline.run(config, workdir, log=lambda line: print(line, file=sys.stderr, flush=True))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
+    except (ConfigError, OSError) as error:
+        print(f"train.py: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 
 import jax
 
 from jetspec_jax import baseline, demo, load, speculate
-from jetspec_jax.config import SamplingConfig, TreeConfig
+from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
 
 
@@ -27,7 +28,7 @@ def main() -> None:
     parser.add_argument("--head", help="default: the demo head")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"])
     parser.add_argument(
-        "--settings", nargs="+", default=["4:3", "6:4", "8:3", "8:4", "8:5", "8:7", "12:6", "16:6", "16:8", "32:10"],
+        "--settings", nargs="+", default=["4:3", "8:3", "8:5", "8:7", "16:8", "16:15", "32:15"],
         metavar="BUDGET:DEPTH",
     )  # fmt: skip
     parser.add_argument("--limit", type=int, default=16)
@@ -35,6 +36,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="the median over repeats of each prompt is taken")
     args = parser.parse_args()
 
+    try:
+        run(args)
+    except (ConfigError, OSError, ValueError) as error:
+        sys.exit(f"sweep: {error}")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measures and prints."""
     target = load.load_target(args.target or demo.fetch_target(), args.dtype)
     head = load.load_head(args.head or demo.head_folder(), target)
     prompts = acceptance.read(target, args.prompts, args.limit, 256)
@@ -45,7 +54,7 @@ def main() -> None:
         for tree in trees.values():
             speculate.generate(target, head, [prompt], tree, sampling)
 
-    seconds = {s: 0.0 for s in ("plain", *trees)}
+    seconds = dict.fromkeys(("plain", *trees), 0.0)
     tokens, rounds, equal = dict.fromkeys(seconds, 0), dict.fromkeys(seconds, 0), dict.fromkeys(seconds, True)
     for prompt in prompts:
         runs = {s: [] for s in seconds}
@@ -74,8 +83,8 @@ def main() -> None:
             "equal": equal[s],
         }
         rows.append(row)
-        print("{setting:>12} {ms_per_round:9.1f} {tokens_per_round:13.2f} {tokens_per_second:9.1f} {speedup:9.2f}  {equal}"
-              .format(**row))  # fmt: skip
+        line = "{setting:>12} {ms_per_round:9.1f} {tokens_per_round:13.2f} {tokens_per_second:9.1f} {speedup:9.2f}"
+        print(line.format(**row), f" {row['equal']}")
     print(json.dumps({"settings": vars(args), "device": device, "rows": rows}))
 
 

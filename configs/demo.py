@@ -5,10 +5,10 @@
 FOLDER holds gsm8k/, math_train/, mbpp/ and the benchmarks as jsonl. Hardware: one NVIDIA H200 (any GPU with 90 GB for
 the cached features; fewer prompts need less). Set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
 
-Run on one H200 (jax 0.11.2): 28,391 prompts of which 27,711 were short enough, 5.40 M answer tokens in 83 s, 12,000 steps
-of 47.4 ms, 13 minutes of device time in all. The command was stopped after 8.7 minutes (--config.max_minutes) and given
-again. The pool was built from the packages installed on another machine; `jetspec_jax/assets/demo_head/README.md` lists
-its sources and the acceptance lengths: 5.99 on GSM8K at budget 64.
+Run on one H200 (jax 0.11.2): 28,391 prompts of which 27,711 were short enough, 5.40 M answer tokens in 83 s, 12,000
+steps of 47.4 ms, 13 minutes of device time in all. The command was stopped after 8.7 minutes (--config.max_minutes) and
+given again. The pool was built from the packages installed on another machine; the model card in
+`jetspec_jax/assets/demo_head` lists its sources and the acceptance lengths: 5.99 on GSM8K at budget 64.
 
 A 1-minute smoke run: --config.max_prompts=2048 --config.steps=200 --config.log_every=20
 """

@@ -15,7 +15,10 @@ from jetspec_jax.config import MIN_TEMPERATURE, SamplingConfig
 
 @dataclasses.dataclass
 class Difference:
-    """Where two outputs part. margin: gap between the plain run's two best (noisy) logits there; std: of the logits.
+    """Where two outputs part.
+
+    margin: gap between the two best (noisy) logits there, from a plain forward over the tokens that both share; std: of
+    the logits.
 
     In f32 a margin under 1e-4 std is a tie of rounding, not a defect.
     """

@@ -1,7 +1,7 @@
 """K/V cache: a tuple with one (k, v) pair per layer, each [B, K, S, H].
 
-Slots 0..length-1 of a row are valid, whatever lies behind them is never read. Only this file and the attention kernels
-know the layout.
+Slots 0..length-1 of a row are valid, whatever lies behind them is never read. The layout
+[B, K, slots, H] is also that of fresh keys and values, so a commit moves rows and nothing else.
 """
 
 from __future__ import annotations
@@ -18,11 +18,6 @@ def init(num_layers: int, batch: int, kv_heads: int, capacity: int, head_dim: in
     """An empty cache of `capacity` slots a row."""
     shape = (batch, kv_heads, capacity, head_dim)
     return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_layers))
-
-
-def capacity(cache: Cache) -> int:
-    """Slots S of a row."""
-    return cache[0][0].shape[2]
 
 
 def write(cache: Cache, new: Cache, start: Int[Array, " B"]) -> Cache:

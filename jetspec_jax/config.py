@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from typing import Any, TypeGuard
 
 TREE_BUILDERS = ("best_first", "accum_logp")
 MIN_TEMPERATURE = 1e-4  # anything colder is greedy
+MAX_BUDGET = 1024  # a tree's mask and search grow with its square
 
 
 class ConfigError(ValueError):
@@ -229,8 +231,8 @@ class TreeConfig:
             raise ConfigError(f"tree={self.builder!r}: choose one of {', '.join(TREE_BUILDERS)}")
         for name in ("budget", "width", "depth"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value}: give a whole number >= 1")
+            if value is not None and not (_whole(value) and 1 <= value <= MAX_BUDGET):
+                raise ConfigError(f"{name}={value}: give a whole number in 1..{MAX_BUDGET}")
 
     @property
     def candidates(self) -> int:
@@ -253,12 +255,15 @@ class SamplingConfig:
     eos: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        if self.max_new_tokens < 0:
+        if not _whole(self.max_new_tokens) or self.max_new_tokens < 0:
             raise ConfigError(f"max_new_tokens={self.max_new_tokens}: give a whole number >= 0")
-        if not math.isfinite(self.temperature) or self.temperature < 0:
+        number = isinstance(self.temperature, numbers.Real) and not isinstance(self.temperature, bool)
+        if not number or not math.isfinite(self.temperature) or self.temperature < 0:
             raise ConfigError(f"temperature={self.temperature}: give a finite number >= 0 (0 is greedy)")
-        if not 0 <= self.seed < 2**32:
+        if not _whole(self.seed) or not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed={self.seed}: give a whole number in 0..{2**32 - 1}")
+        if self.eos is not None and not (isinstance(self.eos, tuple | list) and all(map(_whole, self.eos))):
+            raise ConfigError(f"eos={self.eos}: give a tuple of token ids, or None for the target's own")
 
 
 def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -277,7 +282,7 @@ def as_ids(value: Any, where: str = "config.json") -> tuple[int, ...]:
 
 
 def _whole(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _need(raw: dict[str, Any], key: str, where: str, default: int | None = None) -> int:

@@ -107,6 +107,11 @@ def prefill(decoder: Decoder, params: dict, request: Request) -> State:
     """
     target, draft, tokens = decoder.target, decoder.draft, request.tokens
     batch, slots = tokens.shape
+    # A commit writes D + 1 rows at once; past the buffer's end they would be shifted back over the prefix.
+    room = decoder.capacity - decoder.depth - 1
+    if slots > room:
+        raise ValueError(f"capacity={decoder.capacity}: {slots} prompt slots need at least {slots + decoder.depth + 1}")
+    limit = jnp.minimum(request.limit, room)
     positions = jnp.broadcast_to(jnp.arange(slots), tokens.shape)
     taps = draft.taps if draft else ()
     out = target.forward(params["target"], tokens, positions, masks.causal(slots), taps=taps)
@@ -125,13 +130,12 @@ def prefill(decoder: Decoder, params: dict, request: Request) -> State:
         tokens=jax.lax.dynamic_update_slice(records, tokens, (0, 0)),
         length=request.prompt_length,
         prompt_length=request.prompt_length,
-        # A commit writes D + 1 rows at once; past the buffer's end they would be shifted back over the prefix.
-        limit=jnp.minimum(request.limit, decoder.capacity - decoder.depth - 1),
+        limit=limit,
         budget=request.budget,
         temperature=request.temperature,
         seed=request.seed,
         eos=request.eos,
-        reason=jnp.where(request.limit > request.prompt_length, RUNNING, LENGTH).astype(jnp.int32),
+        reason=jnp.where(limit > request.prompt_length, RUNNING, LENGTH).astype(jnp.int32),
         cache=cache,
         draft=drafting,
         rounds=zeros,
@@ -139,11 +143,11 @@ def prefill(decoder: Decoder, params: dict, request: Request) -> State:
         tree_sizes=records,
         emitted=records,
     )
-    return _commit(state, first, jnp.ones_like(zeros), _finite(logits, first))[0]
+    return _commit(state, first, jnp.ones_like(zeros), _finite(logits, zeros[:, None], first))[0]
 
 
 def step(decoder: Decoder, params: dict, state: State) -> State:
-    """One round; finished rows stay as they are."""
+    """One round. Finished rows commit nothing; what lies behind their length may change."""
     return traced_step(decoder, params, state)[0]
 
 
@@ -189,8 +193,8 @@ def traced_step(decoder: Decoder, params: dict, state: State) -> tuple[State, Ro
     choice = sampling.choose(logits, tree.depths, state.length, state.temperature, state.seed, span=depth + 1)
     accepted = accept(tree, ancestors, choice, depth)
 
-    nodes = jnp.take_along_axis(logits, accepted.path[..., None], 1)
-    old, (state, kept) = state, _commit(state, accepted.tokens, accepted.count, _finite(nodes, accepted.tokens))
+    finite = _finite(logits, accepted.path, accepted.tokens)
+    old, (state, kept) = state, _commit(state, accepted.tokens, accepted.count, finite)
     cache = kv_cache.write(old.cache, kv_cache.take(out.fresh, accepted.path), past)
     if draft:
         features = jnp.take_along_axis(out.taps, accepted.path[..., None], 1) if out.taps is not None else None
@@ -212,9 +216,9 @@ def traced_step(decoder: Decoder, params: dict, state: State) -> tuple[State, Ro
     return state, Round(draft_logits, tree, accepted, logits)
 
 
-def _finite(logits: jax.Array, chosen: jax.Array) -> jax.Array:
-    """[B, R]: the winning logit is a number. NaN and +inf win every argmax, so one look tells the whole row."""
-    return jnp.isfinite(jnp.take_along_axis(logits, chosen[..., None], -1)[..., 0])
+def _finite(logits: jax.Array, nodes: jax.Array, chosen: jax.Array) -> jax.Array:
+    """[B, R]: the winning logit of each node is a number. NaN and +inf win every argmax, so one look tells the row."""
+    return jnp.isfinite(jax.vmap(lambda x, n, c: x[n, c])(logits, nodes, chosen))
 
 
 def _commit(state: State, tokens: jax.Array, count: jax.Array, finite: jax.Array) -> tuple[State, jax.Array]:

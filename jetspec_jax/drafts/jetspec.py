@@ -1,4 +1,4 @@
-"""The JetSpec draft head (arXiv 2606.18394), and with a bidirectional block the DFlash head: same tensors, another mask.
+"""The JetSpec draft head (arXiv 2606.18394), and with a bidirectional block the DFlash head: the same tensors.
 
 The head is a small Qwen3 stack without embedding and lm_head. Its input is the block [anchor, MASK, ...]; tapped target
 features of the committed positions enter every layer as keys and values. Slot k of the output predicts the token k

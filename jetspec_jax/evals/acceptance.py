@@ -19,6 +19,7 @@ import numpy as np
 
 from jetspec_jax import baseline, demo, load, speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
+from jetspec_jax.evals import prompts as prompt_sets
 
 
 def measure(target, head, prompts: list[list[int]], tree: TreeConfig, sampling: SamplingConfig, batch: int) -> dict:
@@ -73,8 +74,7 @@ def differing(target, prompts, outputs, sampling: SamplingConfig, batch: int) ->
 def read(target, path: str, limit: int, max_prompt_tokens: int) -> list[list[int]]:
     """Token ids of the first `limit` prompts that are short enough."""
     ids = []
-    for line in pathlib.Path(path).read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in prompt_sets.read(pathlib.Path(path)):
         text = row.get("messages", row.get("prompt"))
         ids.append(speculate.prompt_ids(target, text) if isinstance(text, str) else target.encode_messages(text))
     return [i for i in ids if len(i) <= max_prompt_tokens][:limit]

@@ -82,6 +82,8 @@ def read(path: Path) -> list[dict[str, Any]]:
             return [json.loads(line) for line in f if line.strip()]
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; give the folder that holds the prompt sets") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not a jsonl file in UTF-8 ({error})") from None
 
 
 def write(path: str | Path, rows: list[dict[str, Any]]) -> None:

@@ -14,13 +14,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jetspec_jax import masks, rope
+from jetspec_jax.attention import MASKED
 from jetspec_jax.cache import KV
 from jetspec_jax.drafts.jetspec import Head
 from jetspec_jax.numerics import einsum, rms_norm
 from jetspec_jax.training import anchors as anchor_rules
 from jetspec_jax.training.anchors import Anchors
-
-MASKED = -1e30
 
 
 def hidden(

@@ -52,7 +52,10 @@ def load(path: Path) -> ml_collections.ConfigDict:
     """What `get_config()` of a Python file returns."""
     if not path.is_file():
         raise ConfigError(f"--config={path}: no such file; give one of configs/*.py")
-    names = runpy.run_path(str(path))
+    try:
+        names = runpy.run_path(str(path))
+    except Exception as error:  # whatever the file does
+        raise ConfigError(f"--config={path}: not a configuration file ({type(error).__name__}: {error})") from None
     if "get_config" not in names:
         raise ConfigError(f"--config={path}: it has no function get_config()")
     return names["get_config"]()
