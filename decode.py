@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
             _decode(target, head, tree, row)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read our output has had enough
-        sys.stdout = open(os.devnull, "w")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ConfigError, DecodeError, OSError) as error:
         return _fail(1, error)

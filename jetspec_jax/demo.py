@@ -34,13 +34,13 @@ def keep_programs() -> None:
     """Turns on jax's persistent compilation cache in our folder, unless it is set or the folder cannot be written."""
     import jax
 
-    folder = cache_folder() / "xla"
-    if jax.config.jax_compilation_cache_dir:
+    folder, name = cache_folder() / "xla", "jax_compilation_cache_dir"
+    if getattr(jax.config, name):
         return
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update(name, str(folder))
 
 
 def head_folder() -> pathlib.Path:

