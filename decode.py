@@ -1,6 +1,6 @@
 """Decodes prompts with a target and a draft head; the output equals plain decoding.
 
-    python decode.py --prompt "Why is the sky blue?"            the demo pair, on whatever device there is
+    python decode.py --prompt "Write a sorting function."       the demo pair, on whatever device there is
     python decode.py --prompt "..." --compare                   also decode plainly: same tokens, both rates
     python decode.py --target DIR --head DIR --prompt_file prompts.jsonl --json
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -231,6 +232,13 @@ class Folder:
         self.shapes: dict[str, tuple[int, ...]] = {
             n: tuple(self._opened[p].get_slice(n).get_shape()) for n, p in self._home.items()
         }
+
+    @property
+    def dtype(self) -> str:
+        """What the largest tensor is stored as: matrices decide, a few norms may differ."""
+        largest = max(self.shapes, key=lambda name: math.prod(self.shapes[name]), default=None)
+        stored = largest and self._opened[self._home[largest]].get_slice(largest).get_dtype()
+        return {"F64": "float64", "F32": "float32", "F16": "float16"}.get(stored, "bfloat16")
 
     def read(self, name: str) -> np.ndarray:
         path = self._home[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 from collections.abc import Sequence
@@ -96,6 +97,35 @@ def from_folder(folder: pathlib.Path) -> Tokenizer | None:
     except Exception as error:  # whatever the files provoke
         raise ConfigError(f"{folder}: its tokenizer cannot be read ({_line(error)})") from None
     return Tokenizer(inner)
+
+
+def end_tokens_of_folder(folder: pathlib.Path) -> tuple[int, ...]:
+    """The end token of a folder's tokenizer, without the seconds that importing transformers takes.
+
+    Files that cannot be understood give none: whoever needs the tokenizer is told then.
+    """
+
+    def read(name: str) -> dict[str, Any]:
+        try:
+            raw = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return raw if isinstance(raw, dict) else {}
+
+    config = read("tokenizer_config.json")
+    end = config.get("eos_token") or read("special_tokens_map.json").get("eos_token")
+    end = end.get("content") if isinstance(end, dict) else end  # written as text or as an object
+    if not isinstance(end, str):
+        return ()
+    listed = config.get("added_tokens_decoder")
+    for number, token in listed.items() if isinstance(listed, dict) else ():
+        if isinstance(token, dict) and token.get("content") == end and number.isdecimal():
+            return (int(number),)
+    added = read("tokenizer.json").get("added_tokens")
+    for token in added if isinstance(added, list) else ():
+        if isinstance(token, dict) and token.get("content") == end and isinstance(token.get("id"), int):
+            return (token["id"],)
+    return ()
 
 
 def from_gguf(file) -> Tokenizer | None:

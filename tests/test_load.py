@@ -344,6 +344,15 @@ class TestDtype:
         (folder / "config.json").write_text(json.dumps(without(DENSE, "dtype") | {"torch_dtype": "float16"}))
         assert load.load_target(folder).dtype == "float16"
 
+    @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+    def test_a_config_that_names_none_keeps_the_files(self, folder, stored):
+        for path in folder.glob("*.safetensors"):
+            cast = lambda name, x: x if name == "model.norm.weight" else x.astype(checkpoint.numpy_dtype(stored))
+            save_file({name: cast(name, x) for name, x in load_file(path).items()}, path)  # a norm stays f32
+        (folder / "config.json").write_text(json.dumps(without(DENSE, "dtype", "torch_dtype")))
+        assert load.load_target(folder).dtype == stored
+        assert load.load_target(folder, "float32").dtype == "float32"
+
     @pytest.mark.parametrize("name", ["int8", "fp16", "float64"])
     def test_unknown_ones(self, folder, name):
         line = line_of(load.load_target, folder, name)
@@ -371,6 +380,12 @@ class TestFiles:
             assert load.load_target(folder).eos == both
         generation.unlink()
         assert load.load_target(rewrite(folder, eos_token_id=5)).eos == (5,)
+
+    def test_the_tokenizers_end_token_counts_too(self, folder):
+        (folder / "generation_config.json").write_text('{"eos_token_id": 3}')
+        rewrite(folder, eos_token_id=7)
+        (folder / "tokenizer_config.json").write_text('{"eos_token": "E", "added_tokens_decoder": {"9": {"content": "E"}}}')
+        assert load.load_target(folder).eos == (3, 7, 9)
 
     def test_end_tokens_that_are_none(self, folder):
         (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}')

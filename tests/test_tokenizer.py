@@ -129,6 +129,23 @@ class TestEncode:
             tokenizer.from_folder(tmp_path / "t")
         assert str(tmp_path / "t") in str(error.value) and "\n" not in str(error.value)
 
+    @pytest.mark.parametrize("end", ["E", {"content": "E", "special": True}])
+    @pytest.mark.parametrize("named_in", ["tokenizer_config.json", "special_tokens_map.json"])
+    def test_the_end_token_without_transformers(self, tmp_path, end, named_in):
+        (tmp_path / named_in).write_text(json.dumps({"eos_token": end}))
+        assert tokenizer.end_tokens_of_folder(tmp_path) == ()
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 4, "content": "E"}]}))
+        assert tokenizer.end_tokens_of_folder(tmp_path) == (4,)
+
+    @pytest.mark.parametrize(
+        "content",
+        ["{", "[1]", '{"eos_token": 3}', '{"eos_token": "E", "added_tokens_decoder": [1]}', '{"eos_token": null}'],
+    )
+    def test_an_end_token_that_cannot_be_found(self, tmp_path, content):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        (tmp_path / "tokenizer.json").write_text('{"added_tokens": [7, {"id": "4", "content": "E"}]}')
+        assert tokenizer.end_tokens_of_folder(tmp_path) == ()
+
     def test_code_in_the_folder_is_not_run(self, tmp_path):
         folder = make(tmp_path / "t")
         marker = tmp_path / "ran"
