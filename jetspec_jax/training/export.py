@@ -84,7 +84,7 @@ def write(
         "family": family,
         "target": Path(target.source).name,
         "target_fingerprint": target.fingerprint,
-        "thinking": False,
+        "thinking": None,  # the template's default was used
         "training_length": recipe.width,
         "training_steps": at,
     }
