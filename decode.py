@@ -75,6 +75,8 @@ def main(argv: list[str]) -> int:
     except (flags.Error, UsageError) as error:
         return _fail(2, error)
 
+    import jax
+
     from jetspec_jax.config import ConfigError
     from jetspec_jax.speculate import DecodeError
 
@@ -84,6 +86,8 @@ def main(argv: list[str]) -> int:
             open(FLAGS.trace, "ab").close()  # a path that cannot be written is noticed before the work
         target, head, tree = _load(tree)
         _say(f"decoding on {_device()}; programs that are new to this machine are compiled first")
+        for row in rows:  # all are checked before the first is decoded
+            row.prompt = _encode(target, row)
         for row in rows:
             _decode(target, head, tree, row)
         sys.stdout.flush()
@@ -92,6 +96,9 @@ def main(argv: list[str]) -> int:
         return 1
     except (ConfigError, DecodeError, OSError) as error:
         return _fail(1, error)
+    except jax.errors.JaxRuntimeError as error:
+        hint = "the device may be full: other programs, XLA_PYTHON_CLIENT_MEM_FRACTION, a smaller --budget or --dtype bfloat16"
+        return _fail(1, f"{str(error).splitlines()[0][:200]} ({hint})")
     except KeyboardInterrupt:
         return _fail(130, "interrupted")
     return 0
@@ -115,7 +122,7 @@ def _parse(argv: list[str]) -> None:
         near = difflib.get_close_matches(error.flagname.replace("-", "_"), known, n=1)
         hint = f"; did you mean --{near[0]}?" if near else "; --help lists the flags"
         raise UsageError(f"--{error.flagname}: no such flag{hint}") from None
-    except flags.IllegalFlagValueError as error:
+    except (flags.IllegalFlagValueError, ValueError) as error:
         raise UsageError(str(error).replace("\n", " ")) from None
     if rest:
         raise UsageError(f"{rest[0]!r}: unexpected argument; a prompt goes behind --prompt")
@@ -135,6 +142,9 @@ def _configs():
         "autoregressive": ("head", "budget", "width", "depth", "tree", "trace", "compare"),
         "dflash": ("budget", "width", "tree"),
     }.get(FLAGS.method, ())
+    for name in ("target", "head", "trace", "prompt_file"):
+        if FLAGS[name].value == "":
+            raise UsageError(f"--{name}='': the value is empty; name it, or leave the flag out")
     for name in refused:
         if FLAGS[name].present:
             raise UsageError(f"--{name} contradicts --method {FLAGS.method}; leave one of them out")
@@ -160,6 +170,7 @@ class Row:
     prompt: Any  # text, token ids, or messages
     sampling: Any
     id: Any = None
+    where: str = ""  # file and line
 
 
 def _prompt_ids() -> list[int] | None:
@@ -215,7 +226,9 @@ def _row(line: str, where: str, sampling) -> Row:
     if prompt == "":
         raise ConfigError(f"{where}: the prompt is empty; give at least one character")
     try:
-        return Row(prompt, dataclasses.replace(sampling, **{k: raw[k] for k in ROW_OPTIONS if k in raw}), raw.get("id"))
+        return Row(
+            prompt, dataclasses.replace(sampling, **{k: raw[k] for k in ROW_OPTIONS if k in raw}), raw.get("id"), where
+        )
     except (ConfigError, TypeError) as error:
         raise ConfigError(f"{where}: {error}") from None
 
@@ -240,14 +253,27 @@ def _load(tree):
     return target, head, tree
 
 
+def _encode(target, row: Row) -> list[int]:
+    """Token ids of a prompt that fits the target."""
+    from jetspec_jax import speculate
+    from jetspec_jax.config import ConfigError
+
+    prompt = row.prompt
+    try:
+        if isinstance(prompt, list) and isinstance(prompt[0], dict):
+            ids = target.encode_messages(prompt, FLAGS.chat)
+        else:
+            ids = speculate.prompt_ids(target, prompt, FLAGS.chat)
+        speculate.check(target, ids, row.sampling)
+    except ConfigError as error:
+        raise ConfigError(f"{row.where}: {error}" if row.where else str(error)) from None
+    return ids
+
+
 def _decode(target, head, tree, row: Row) -> None:
     from jetspec_jax import baseline, speculate, trace
 
-    prompt = row.prompt
-    if not isinstance(prompt, str):
-        ids = prompt if isinstance(prompt[0], int) else target.encode_messages(prompt, FLAGS.chat)
-    else:
-        ids = speculate.prompt_ids(target, prompt, FLAGS.chat)
+    ids = row.prompt
     if FLAGS.trace:
         result = trace.run(FLAGS.trace, target, head, ids, tree, row.sampling)
     elif FLAGS.json or FLAGS.stream is False:

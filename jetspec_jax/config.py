@@ -74,7 +74,7 @@ class ModelConfig:
             cls,
             model_type=model_type,
             **_sizes(raw, where),
-            tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            tie_embeddings=_flag(raw, "tie_word_embeddings", where),
             qk_norm=model_type != "llama",
             moe=_moe(raw, where) if model_type == "qwen3_moe" else None,
             dtype=_dtype(raw, where),
@@ -258,7 +258,7 @@ class SamplingConfig:
         if not _whole(self.max_new_tokens) or self.max_new_tokens < 0:
             raise ConfigError(f"max_new_tokens={self.max_new_tokens}: give a whole number >= 0")
         number = isinstance(self.temperature, numbers.Real) and not isinstance(self.temperature, bool)
-        if not number or not math.isfinite(self.temperature) or self.temperature < 0:
+        if not number or not 0 <= self.temperature <= 1e30:
             raise ConfigError(f"temperature={self.temperature}: give a finite number >= 0 (0 is greedy)")
         if not _whole(self.seed) or not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed={self.seed}: give a whole number in 0..{2**32 - 1}")
@@ -283,6 +283,13 @@ def as_ids(value: Any, where: str = "config.json") -> tuple[int, ...]:
 
 def _whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _flag(raw: dict[str, Any], key: str, where: str) -> bool:
+    value = raw.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"{where}: {key} is {value!r}; true or false is needed")
+    return bool(value)
 
 
 def _need(raw: dict[str, Any], key: str, where: str, default: int | None = None) -> int:

@@ -151,7 +151,7 @@ class Flight:
 
     def __init__(self, target, head, ids, sampling, tree: TreeConfig, single: bool):
         self.single, self._target, self._ids = single, target, ids
-        budget = tree.budget or DEFAULT_BUDGET[jax.default_backend()]
+        budget = int(tree.budget or DEFAULT_BUDGET[jax.default_backend()])
         draft = None if head is None or budget == 1 else head.draft
         rows = _bucket(budget, 2) if draft else 1
         if draft:
@@ -262,7 +262,7 @@ def start(target, head, prompts, tree=None, sampling=None, chat=None) -> Flight:
     options = [o if o.eos is not None else dataclasses.replace(o, eos=target.eos) for o in options]
     ids = [prompt_ids(target, prompt, chat) for prompt in prompts]
     for row, option in zip(ids, options, strict=True):
-        _check(target, row, option)
+        check(target, row, option)
     return Flight(target, head, ids, options, tree or TreeConfig(), single)
 
 
@@ -284,7 +284,8 @@ def prompt_ids(target, prompt: Prompt, chat: bool | None = None) -> list[int]:
     return target.tokenizer.encode_chat([{"role": "user", "content": prompt}])
 
 
-def _check(target, ids: list[int], option: SamplingConfig) -> None:
+def check(target, ids: list[int], option: SamplingConfig) -> None:
+    """Raises ConfigError where a prompt and its options do not fit the target."""
     if not ids:
         raise ConfigError("prompt: no tokens; give at least one")
     vocab, limit = target.model.vocab_size, target.config.max_positions

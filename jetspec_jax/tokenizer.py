@@ -32,6 +32,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of text as it stands, without special tokens added."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ConfigError("prompt: not Unicode text (half a surrogate pair, or bytes that are not UTF-8)") from None
         return self._inner.encode(text, add_special_tokens=False)
 
     def encode_chat(self, messages: Sequence[dict[str, str]], thinking: bool | None = None) -> list[int]:

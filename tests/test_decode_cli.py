@@ -217,3 +217,12 @@ def test_help_lists_the_flags(capsys):
     assert status == 0
     for flag in ("--target", "--prompt_file", "--budget", "--trace", "--[no]compare"):
         assert flag in out
+
+
+def test_no_prompt_is_decoded_before_all_are_checked(capsys, tmp_path):
+    """The second line is too long for the target; nothing of the first appears."""
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": "b", "max_new_tokens": 100000}\n')
+    status, out, err = run(capsys, "--target", PAIR / "target", "--method=autoregressive", "--prompt_file", file)
+    assert (status, out) == (1, "")
+    assert "no tokenizer" in err or "p.jsonl:2" in err
