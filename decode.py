@@ -97,7 +97,9 @@ def main(argv: list[str]) -> int:
     except (ConfigError, DecodeError, OSError) as error:
         return _fail(1, error)
     except jax.errors.JaxRuntimeError as error:
-        hint = "the device may be full: other programs, XLA_PYTHON_CLIENT_MEM_FRACTION, a smaller --budget or --dtype bfloat16"
+        hint = (
+            "if the device is full: end other programs, set XLA_PYTHON_CLIENT_MEM_FRACTION, or take a smaller --budget"
+        )
         return _fail(1, f"{str(error).splitlines()[0][:200]} ({hint})")
     except KeyboardInterrupt:
         return _fail(130, "interrupted")

@@ -99,7 +99,7 @@ def load_target(source: str | os.PathLike, dtype: str | None = None) -> LoadedTa
         read_tokenizer = lambda: tokenizer.from_folder(path)
         native = str(raw.get("dtype") or raw.get("torch_dtype") or folder.dtype)
     where = str(path if path.is_file() else path / "config.json")
-    config = ModelConfig.from_hf(raw, where)
+    config = _read_config(ModelConfig.from_hf, raw, where)
     dtype = dtype or _dtype(native, f"{where}: ")
     model, shapes = qwen3.build(config, checkpoint.numpy_dtype(dtype))
     params = checkpoint.assemble(tensors, checkpoint.target_fusions(config), shapes, str(path), _warn)
@@ -121,7 +121,7 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
     if path.is_file():
         raise ConfigError(f"{path}: a head is a folder with config.json and safetensors")
     where = str(path / "config.json")
-    config = HeadConfig.from_hf(checkpoint.read_json(path / "config.json"), where, _warn)
+    config = _read_config(HeadConfig.from_hf, checkpoint.read_json(path / "config.json"), where, _warn)
     for name, ours, theirs in (
         ("hidden_size", config.hidden_size, target.config.hidden_size),
         ("vocab_size", config.vocab_size, target.config.vocab_size),
@@ -185,6 +185,14 @@ def _find(source: str | os.PathLike) -> pathlib.Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{name}: no such folder, and the hub does not give it ({reason})") from None
+
+
+def _read_config(read, raw: dict[str, Any], where: str, *rest):
+    """A configuration; whatever a malformed file provokes becomes one line."""
+    try:
+        return read(raw, where, *rest)
+    except (TypeError, OverflowError, AttributeError) as error:
+        raise ConfigError(f"{where}: a value has the wrong type or size ({error})") from None
 
 
 def _dtype(name: str, where: str = "") -> str:

@@ -438,3 +438,15 @@ class TestFiles:
     def test_a_target_without_tokenizer(self, target):
         assert target.tokenizer is None
         assert "--prompt_ids" in line_of(target.encode_messages, [{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("change", [{"layer_types": 3}, {"rope_theta": 10**401}, {"tie_word_embeddings": "no"}])
+def test_values_of_a_wrong_type_are_one_line(tmp_path, change):
+    source = pathlib.Path(__file__).parent / "fixtures" / "peer_parity" / "dense_causal" / "target"
+    folder = tmp_path / "target"
+    shutil.copytree(source, folder)
+    raw = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"config\.json") as error:
+        load.load_target(folder)
+    assert "\n" not in str(error.value)
