@@ -154,11 +154,10 @@ class Flight:
         budget = int(tree.budget or DEFAULT_BUDGET[jax.default_backend()])
         draft = None if head is None or budget == 1 else head.draft
         rows = _bucket(budget, 2) if draft else 1
-        if draft:
-            depth = tree.depth or draft.depth
-            if depth > draft.depth:
-                raise ConfigError(f"depth={depth}: this head drafts at most {draft.depth} positions a round")
-            draft = dataclasses.replace(draft, depth=min(depth, rows - 1))  # no path is longer than the tree has rows
+        if head is not None and (tree.depth or 0) > head.draft.depth:
+            raise ConfigError(f"depth={tree.depth}: this head drafts at most {head.draft.depth} positions a round")
+        if draft:  # no path is longer than the tree has rows
+            draft = dataclasses.replace(draft, depth=min(tree.depth or draft.depth, rows - 1))
         longest = max(len(i) + s.max_new_tokens for i, s in zip(ids, sampling, strict=True))
         width = _bucket(max(map(len, ids)), 16)
         capacity = _capacity(max(longest, width) + (draft.depth if draft else 0) + 1)

@@ -8,6 +8,7 @@ import pytest
 from absl.testing import flagsaver
 
 import decode
+from jetspec_jax import speculate
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures" / "peer_parity"
 PAIR = FIXTURES / "dense_causal"
@@ -189,6 +190,7 @@ def test_wrong_files_end_with_status_1_and_one_line(capsys, tmp_path):
     cases = [
         ([*pair(), "--prompt_ids", "64"], "0..63"),
         ([*pair(), "--prompt_ids", "1", "--depth", "9", "--budget", "16"], "depth=9"),
+        ([*pair(), "--prompt_ids", "1", "--depth", "9", "--budget", "1"], "depth=9"),
         ([*pair(), "--prompt_ids", "1", "--max_new_tokens", "4096"], "4096"),
         ([*pair(), "--prompt", "x"], "no tokenizer"),
         ([*pair(), "--prompt_file", empty], "no prompt"),
@@ -219,10 +221,12 @@ def test_help_lists_the_flags(capsys):
         assert flag in out
 
 
-def test_no_prompt_is_decoded_before_all_are_checked(capsys, tmp_path):
-    """The second line is too long for the target; nothing of the first appears."""
+def test_no_prompt_is_decoded_before_all_are_checked(capsys, tmp_path, monkeypatch):
+    """The second line asks for more than the target's context; nothing of the first appears."""
+    monkeypatch.setattr(speculate, "prompt_ids", lambda target, prompt, chat=None: [5])
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt": "b", "max_new_tokens": 100000}\n')
-    status, out, err = run(capsys, "--target", PAIR / "target", "--method=autoregressive", "--prompt_file", file)
+    args = ("--target", PAIR / "target", "--method=autoregressive", "--prompt_file", file, "--json")
+    status, out, err = run(capsys, *args, "--max_new_tokens=2")
     assert (status, out) == (1, "")
-    assert "no tokenizer" in err or "p.jsonl:2" in err
+    assert "p.jsonl:2: max_new_tokens=100000" in err
