@@ -35,10 +35,12 @@ def attend(
     mask: Bool[Array, "_ T R"],
     prefix: KV | None = None,
     length: Int[Array, " B"] | None = None,
+    backend: str = "xla",
 ) -> Float[Array, "B T N H"]:
     """Queries [B, T, N, H] over the first `length` slots of `prefix` and over the masked `fresh` rows; [B, T, N, H].
 
-    fresh: keys and values [B, K, R, H]; mask broadcasts to [B, T, R]. prefix: one layer of the cache.
+    fresh: keys and values [B, K, R, H]; mask broadcasts to [B, T, R]. prefix: one layer of the cache. backend: what
+    computes the prefix half, xla or cudnn.
     """
     batch, rows, heads, dim = q.shape
     groups = heads // fresh[0].shape[1]
@@ -48,7 +50,7 @@ def attend(
     values = jnp.where(jnp.isfinite(fresh[1]), fresh[1], 0)
     whole = _part(q, fresh[0], values, mask[:, None, None])
     if prefix is not None:
-        whole = _join(whole, _prefix(q, prefix, length))
+        whole = _join(whole, _prefix(q, prefix, length, _cudnn if backend == "cudnn" else _slots))
     out = (whole.value / whole.total[..., None]).astype(q.dtype)
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, rows, heads, dim)
 
@@ -67,20 +69,41 @@ def _join(a: Partial, b: Partial) -> Partial:
     return Partial(peak, a.total * wa + b.total * wb, a.value * wa[..., None] + b.value * wb[..., None])
 
 
-def _prefix(q, prefix: KV, length) -> Partial:
+def _prefix(q, prefix: KV, length, part) -> Partial:
     """The prefix half: whole when it is short, else chunk by chunk up to the longest row."""
     slots = prefix[0].shape[2]
-    visible = lambda first, size: (first + jnp.arange(size) < length[:, None])[:, None, None, None]
     if slots <= CHUNK:
-        return _part(q, *prefix, visible(0, slots))
+        return part(q, *prefix, 0, length)
+    chunk = CHUNK if part is _slots else math.gcd(CHUNK, slots)
 
     def body(i, carry):
         # The last chunk of an uneven buffer starts early; slots that were read before are masked.
-        first = jnp.minimum(i * CHUNK, slots - CHUNK)
-        k, v = (jax.lax.dynamic_slice_in_dim(x, first, CHUNK, 2) for x in prefix)
-        fresh = (first + jnp.arange(CHUNK) >= i * CHUNK)[None, None, None, None]
-        return _join(carry, _part(q, k, v, visible(first, CHUNK) & fresh))
+        first = jnp.minimum(i * chunk, slots - chunk)
+        k, v = (jax.lax.dynamic_slice_in_dim(x, first, chunk, 2) for x in prefix)
+        return _join(carry, part(q, k, v, i * chunk - first, length - first))
 
     shape = q.shape[:-1]
     empty = Partial(jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(q.shape, jnp.float32))
-    return jax.lax.fori_loop(0, (length.max() + CHUNK - 1) // CHUNK, body, empty)
+    return jax.lax.fori_loop(0, (length.max() + chunk - 1) // chunk, body, empty)
+
+
+def _slots(q, k, v, low, high) -> Partial:
+    """All queries over slots low..high-1 of a chunk; `high` [B] may lie outside."""
+    slot = jnp.arange(k.shape[2])
+    visible = (slot >= low) & (slot < high[:, None])
+    return _part(q, k, v, visible[:, None, None, None])
+
+
+def _cudnn(q, k, v, low, high) -> Partial:
+    """By cuDNN's fused attention, which takes 16 bits and a length; chunks that divide the buffer have low 0."""
+    batch, kv_heads, groups, rows, dim = q.shape
+    flat = q.transpose(0, 3, 1, 2, 4).reshape(batch, rows, -1, dim)
+    length = jnp.clip(high, 1, k.shape[2]).astype(jnp.int32)
+    out, lse = jax.nn.dot_product_attention(
+        flat, k.swapaxes(1, 2), v.swapaxes(1, 2), key_value_seq_lengths=length,
+        query_seq_lengths=jnp.full_like(length, rows), implementation="cudnn", return_residual=True,
+    )  # fmt: skip
+    split = lambda x: x.reshape(batch, rows, kv_heads, groups, -1).transpose(0, 2, 3, 1, 4)
+    seen = (high > 0)[:, None, None, None]
+    peak = jnp.where(seen, split(lse.astype(jnp.float32))[..., 0], MASKED)
+    return Partial(peak, jnp.ones_like(peak), split(out.astype(jnp.float32)))

@@ -1,7 +1,7 @@
 """Checkpoints in the published layout, in and out: the only place that knows published tensor names.
 
-Files hold Hugging Face names in torch's [out, in] order; parameters hold one fused QKV and one fused gate-up matrix a
-layer, [in, out], experts stacked. Every parameter has a `Fusion` that says which published tensors it is made of.
+Files hold Hugging Face names in torch's [out, in] order; parameters hold one fused QKV and one fused gate-up array a
+layer, [in, ...out], experts stacked. Every parameter has a `Fusion` that says which published tensors it is made of.
 Nothing in a checkpoint is ever executed: only safetensors, GGUF and JSON are read.
 """
 
@@ -48,34 +48,50 @@ class Source(Protocol):
 class Fusion:
     """How one parameter is made of published tensors.
 
-    groups: one tuple of names (several groups are stacked on a new first axis: experts). sizes: rows [out] that each
-    name of a group contributes. matrix: stored transposed.
+    groups: one tuple of names (several groups are stacked on a new first axis: experts). shapes: how [out] of each
+    name of a group is cut, (rows,) for a single name; several names are joined along the last axis but one of it.
+    matrix: stored transposed.
     """
 
     groups: tuple[tuple[str, ...], ...]
-    sizes: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
     matrix: bool
     stacked: bool = False
 
     def names(self) -> list[str]:
         return [name for group in self.groups for name in group]
 
+    @property
+    def sizes(self) -> list[int]:
+        """Rows [out] that each name of a group contributes."""
+        return [math.prod(shape) for shape in self.shapes]
+
     def join(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
         """The parameter, from published tensors."""
-        parts = [np.concatenate([read(n) for n in g]) if len(g) > 1 else read(g[0]) for g in self.groups]
+        parts = [self._join([read(name) for name in group]) for group in self.groups]
         whole = np.stack(parts) if self.stacked else parts[0]
-        return whole.swapaxes(-1, -2) if self.matrix else whole
+        return np.moveaxis(whole, -1, int(self.stacked)) if self.matrix else whole
 
     def split(self, parameter: np.ndarray) -> dict[str, np.ndarray]:
         """The published tensors, from the parameter; the inverse of `join`, bit for bit."""
-        whole = parameter.swapaxes(-1, -2) if self.matrix else parameter
-        parts = whole if self.stacked else [whole]
-        cuts = np.cumsum(self.sizes)[:-1]
+        whole = np.moveaxis(parameter, int(self.stacked), -1) if self.matrix else parameter
         return {
             name: np.ascontiguousarray(piece)
-            for group, part in zip(self.groups, parts, strict=True)
-            for name, piece in zip(group, np.split(part, cuts), strict=True)
+            for group, part in zip(self.groups, whole if self.stacked else [whole], strict=True)
+            for name, piece in zip(group, self._split(part), strict=True)
         }
+
+    def _join(self, tensors: list[np.ndarray]) -> np.ndarray:
+        if len(tensors) == 1:
+            return tensors[0]
+        cut = [t.reshape(*shape, -1) for t, shape in zip(tensors, self.shapes, strict=True)]
+        return np.concatenate(cut, axis=-3)
+
+    def _split(self, whole: np.ndarray) -> list[np.ndarray]:
+        if len(self.shapes) == 1:
+            return [whole]
+        cuts = np.cumsum([shape[-2] for shape in self.shapes])[:-1]
+        return [piece.reshape(-1, whole.shape[-1]) for piece in np.split(whole, cuts, axis=-3)]
 
 
 def target_fusions(c: ModelConfig) -> dict[str, Any]:
@@ -101,10 +117,15 @@ def head_fusions(c: HeadConfig) -> dict[str, Any]:
 
 
 def _layer(c: ModelConfig | HeadConfig, prefix: str, index: int = 0) -> dict[str, Fusion]:
-    attention, q, kv = prefix + "self_attn.", c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    attention, kv_heads, dim = prefix + "self_attn.", c.num_kv_heads, c.head_dim
+    kv = (kv_heads, 1, dim)
     tree = {
         "input_norm": _plain(prefix + "input_layernorm.weight", c.hidden_size),
-        "qkv": Fusion((tuple(f"{attention}{x}_proj.weight" for x in "qkv"),), (q, kv, kv), True),
+        "qkv": Fusion(
+            (tuple(f"{attention}{x}_proj.weight" for x in "qkv"),),
+            ((kv_heads, c.num_heads // kv_heads, dim), kv, kv),
+            True,
+        ),
         "out": _matrix(attention + "o_proj.weight", c.hidden_size),
         "post_norm": _plain(prefix + "post_attention_layernorm.weight", c.hidden_size),
     }
@@ -116,22 +137,24 @@ def _layer(c: ModelConfig | HeadConfig, prefix: str, index: int = 0) -> dict[str
         experts = [f"{prefix}mlp.experts.{x}." for x in range(c.moe.num_experts)]
         tree["router"] = _matrix(prefix + "mlp.gate.weight", c.moe.num_experts)
         gate_up = tuple((e + "gate_proj.weight", e + "up_proj.weight") for e in experts)
-        tree["gate_up"] = Fusion(gate_up, (width, width), True, stacked=True)
-        tree["down"] = Fusion(tuple((e + "down_proj.weight",) for e in experts), (c.hidden_size,), True, stacked=True)
+        tree["gate_up"] = Fusion(gate_up, ((1, width), (1, width)), True, stacked=True)
+        tree["down"] = Fusion(
+            tuple((e + "down_proj.weight",) for e in experts), ((c.hidden_size,),), True, stacked=True
+        )
     else:
         width = c.intermediate_size
         names = (prefix + "mlp.gate_proj.weight", prefix + "mlp.up_proj.weight")
-        tree["gate_up"] = Fusion((names,), (width, width), True)
+        tree["gate_up"] = Fusion((names,), ((1, width), (1, width)), True)
         tree["down"] = _matrix(prefix + "mlp.down_proj.weight", c.hidden_size)
     return tree
 
 
 def _plain(name: str, rows: int) -> Fusion:
-    return Fusion(((name,),), (rows,), matrix=False)
+    return Fusion(((name,),), ((rows,),), matrix=False)
 
 
 def _matrix(name: str, rows: int) -> Fusion:
-    return Fusion(((name,),), (rows,), matrix=True)
+    return Fusion(((name,),), ((rows,),), matrix=True)
 
 
 def assemble(
@@ -159,7 +182,7 @@ def assemble(
         hint = " (tie_word_embeddings is false, so lm_head.weight is needed)" if "lm_head.weight" in missing else ""
         raise ConfigError(f"{where}: {_count(missing)} missing: {_list(missing)}{hint}")
     for fusion, shape in flat:
-        columns = shape.shape[-2:-1] if fusion.matrix else shape.shape[1:]
+        columns = (shape.shape[int(fusion.stacked)],) if fusion.matrix else shape.shape[1:]
         for group in fusion.groups:
             for name, rows in zip(group, fusion.sizes, strict=True):
                 if tuple(source.shapes[name]) != (rows, *columns):

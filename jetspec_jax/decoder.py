@@ -23,6 +23,7 @@ from jetspec_jax import masks, sampling
 from jetspec_jax import tree as trees
 from jetspec_jax.drafts import Draft
 from jetspec_jax.models import Target
+from jetspec_jax.ops import XLA, Ops
 from jetspec_jax.tree import Tree
 from jetspec_jax.verify import Accepted, accept
 
@@ -34,7 +35,7 @@ class Decoder:
     """What is static in a decode loop; hashable, so that equal decoders share their compiled programs.
 
     rows: tree nodes T verified a round; a row's budget may be smaller. Without a draft it is 1.
-    capacity: cache slots S of a row.
+    capacity: cache slots S of a row. ops: how the loop's own parts are computed.
     """
 
     target: Target
@@ -43,6 +44,7 @@ class Decoder:
     capacity: int
     builder: str = "best_first"
     width: int = 64
+    ops: Ops = XLA
 
     def __post_init__(self):
         if self.draft is None and self.rows != 1:
@@ -182,7 +184,9 @@ def traced_step(decoder: Decoder, params: dict, state: State) -> tuple[State, Ro
             lambda tokens: target.embed(weights, tokens),
             lambda hidden: target.logits(weights, hidden),
         )
-        tree = trees.build(decoder.builder, decoder.width, decoder.rows, draft_logits, anchor, state.budget)
+        tree = trees.build(
+            decoder.builder, decoder.width, decoder.rows, draft_logits, anchor, state.budget, decoder.ops.kernels
+        )
     else:
         tree = trees.root(anchor)
 
@@ -195,7 +199,7 @@ def traced_step(decoder: Decoder, params: dict, state: State) -> tuple[State, Ro
 
     finite = _finite(logits, accepted.path, accepted.tokens)
     old, (state, kept) = state, _commit(state, accepted.tokens, accepted.count, finite)
-    cache = kv_cache.write(old.cache, kv_cache.take(out.fresh, accepted.path), past)
+    cache = decoder.ops.commit(old.cache, out.fresh, accepted.path, past)
     if draft:
         features = jnp.take_along_axis(out.taps, accepted.path[..., None], 1) if out.taps is not None else None
         drafting = draft.keep(drafting, features, kept)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jetspec_jax import checkpoint, tokenizer
+from jetspec_jax import checkpoint, ops, tokenizer
 from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig, as_ids
 from jetspec_jax.drafts import jetspec
 from jetspec_jax.gguf_file import GGUF
@@ -65,7 +65,7 @@ class LoadedHead:
     seconds: float
 
 
-def load_target(source: str | os.PathLike, dtype: str | None = None) -> LoadedTarget:
+def load_target(source: str | os.PathLike, dtype: str | None = None, attention: str = "auto") -> LoadedTarget:
     """Loads a target.
 
     Args:
@@ -101,7 +101,8 @@ def load_target(source: str | os.PathLike, dtype: str | None = None) -> LoadedTa
     where = str(path if path.is_file() else path / "config.json")
     config = _read_config(ModelConfig.from_hf, raw, where)
     dtype = dtype or _dtype(native, f"{where}: ")
-    model, shapes = qwen3.build(config, checkpoint.numpy_dtype(dtype))
+    how = ops.resolve(attention, dtype, config.head_dim)
+    model, shapes = qwen3.build(config, checkpoint.numpy_dtype(dtype), how)
     params = checkpoint.assemble(tensors, checkpoint.target_fusions(config), shapes, str(path), _warn)
     jax.block_until_ready(params)
     return LoadedTarget(
@@ -132,7 +133,7 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
                 f"{where}: {name} is {ours}, the target's ({target.source}) is {theirs}; "
                 "this head belongs to another target"
             )
-    draft, shapes = jetspec.build(config, checkpoint.numpy_dtype(target.dtype))
+    draft, shapes = jetspec.build(config, checkpoint.numpy_dtype(target.dtype), ops=target.model.ops)
     tensors = _WithoutBorrowed(checkpoint.Folder(path))
     if tensors.borrowed:
         _warn(f"{path}: {', '.join(tensors.borrowed)} ignored; a head borrows the target's")

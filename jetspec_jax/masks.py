@@ -12,15 +12,17 @@ def causal(length: int) -> Bool[Array, "1 T T"]:
 
 
 def ancestors(parents: Int[Array, "B T"], depth: int) -> Bool[Array, "B T T"]:
-    """[B, T, T]: node i sees itself and its ancestors, up to `depth` of them.
+    """[B, T, T]: node i sees itself and its ancestors, of which no node has more than `depth`.
 
     Parents come before children and the root's parent is -1. Every row has its own column, also padding rows, so that
     no softmax row is empty.
     """
     nodes = jnp.arange(parents.shape[1])
-    mask = jnp.broadcast_to(nodes[:, None] == nodes, (parents.shape[0], nodes.size, nodes.size))
-    up = jnp.broadcast_to(nodes, parents.shape)
-    for _ in range(depth):
-        up = jnp.where(up < 0, -1, jnp.take_along_axis(parents, jnp.maximum(up, 0), 1))
-        mask = mask | (up[:, :, None] == nodes)
-    return mask
+    up = jnp.where(parents < 0, nodes, parents)  # the root's parent is itself
+    mask = (nodes[:, None] == nodes) | (up[:, :, None] == nodes)
+    reach = 1
+    while reach < depth:  # a node sees `reach` levels; the node reach + 1 levels up sees as many again
+        up = jnp.take_along_axis(up, up, 1)
+        mask = mask | jnp.take_along_axis(mask, up[:, :, None], 1)
+        reach = 2 * reach + 1
+    return mask if depth else jnp.broadcast_to(nodes[:, None] == nodes, mask.shape)

@@ -12,12 +12,12 @@ from jetspec_jax.numerics import einsum, precision
 def feed_forward(
     x: Float[Array, "B T E"],
     router: Float[Array, "E X"],
-    gate_up: Float[Array, "X E FF"],
+    gate_up: Float[Array, "X E 2 F"],
     down: Float[Array, "X F E"],
     experts_per_token: int,
     normalize_top_k: bool,
 ) -> Float[Array, "B T E"]:
-    """SwiGLU experts of Qwen3-MoE; FF = 2F holds gate and up side by side.
+    """SwiGLU experts of Qwen3-MoE; gate_up holds gate and up side by side.
 
     Rows are sorted by expert and multiplied in ragged groups, so every routed row is computed, whatever the balance:
     a capacity limit would make a row's result depend on its batch mates. Router probabilities are f32.
@@ -35,7 +35,7 @@ def feed_forward(
     ragged = lambda a, w: jax.lax.ragged_dot(
         a, w, sizes, precision=precision(a.dtype), preferred_element_type=jnp.float32
     ).astype(a.dtype)
-    gate, up = jnp.split(ragged(flat[source], gate_up), 2, axis=-1)
+    gate, up = jnp.split(ragged(flat[source], gate_up.reshape(*gate_up.shape[:2], -1)), 2, axis=-1)
     out = ragged(jax.nn.silu(gate) * up, down)
     scale = weight.reshape(-1)[order].astype(x.dtype)
     return jnp.zeros_like(flat).at[source].add(out * scale[:, None]).reshape(batch, rows, hidden)

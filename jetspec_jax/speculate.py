@@ -161,7 +161,7 @@ class Flight:
         longest = max(len(i) + s.max_new_tokens for i, s in zip(ids, sampling, strict=True))
         width = _bucket(max(map(len, ids)), 16)
         capacity = _capacity(max(longest, width) + (draft.depth if draft else 0) + 1)
-        self.decoder = Decoder(target.model, draft, rows, capacity, tree.builder, tree.candidates)
+        self.decoder = Decoder(target.model, draft, rows, capacity, tree.builder, tree.candidates, target.model.ops)
         self._params = {"target": target.params, "draft": head.params if draft else None}
         self._settings = {
             "budget": budget if draft else 1,

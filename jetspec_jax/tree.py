@@ -17,6 +17,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jetspec_jax.kernels import gpu_loop
+
+PIECES = (128, 16)  # of the vocabulary, then of the pieces that are left
+
 
 class Tree(NamedTuple):
     """T nodes a row, node 0 the root; parents come before children. Nodes at `size` and behind are padding."""
@@ -44,14 +48,18 @@ def build(
     logits: Float[Array, "B D V"],
     anchor: Int[Array, " B"],
     budget: Int[Array, " B"],
+    kernels: bool = False,
 ) -> Tree:
-    """A tree of at most `rows` nodes, cut to each row's `budget`; both count the root."""
+    """A tree of at most `rows` nodes, cut to each row's `budget`; both count the root. kernels: Pallas may build it."""
     if rows == 1:
         return root(anchor)
     width = min(width, rows - 1, logits.shape[-1])  # a node can use no more children than the tree has rows
     score, token = candidates(logits, width)
-    grow = {"best_first": _best_first, "accum_logp": _accum_logp}[builder]
-    tokens, parents, depths, built = jax.vmap(lambda s, t: grow(s, t, rows))(score, token)
+    if kernels and builder == "best_first":
+        tokens, parents, depths, built = gpu_loop.grow(score, token, rows, jax.default_backend() != "gpu")
+    else:
+        grow = {"best_first": _best_first, "accum_logp": _accum_logp}[builder]
+        tokens, parents, depths, built = jax.vmap(lambda s, t: grow(s, t, rows))(score, token)
     size = jnp.clip(budget, 1, built)
     inside = jnp.arange(rows) < size[:, None]
     tokens = tokens.at[:, 0].set(anchor)
@@ -64,9 +72,26 @@ def candidates(logits: Float[Array, "B D V"], width: int) -> tuple[Float[Array, 
 
     A NaN row scores -inf and drops out of the tree: a broken draft may cost speed, never an output.
     """
-    top, token = jax.lax.top_k(logits, width)
+    top, token = top_k(logits, width)
     score = top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     return jnp.where(jnp.isnan(score), -jnp.inf, score), token
+
+
+def top_k(x: Float[Array, "*rows V"], k: int) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
+    """`jax.lax.top_k`, exactly, without a sort of the whole vocabulary: a long axis is cut into pieces, and only the k
+    pieces with the largest maxima can hold one of the k largest numbers. Of equals the first wins, as there."""
+    index = jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=jnp.int32), x.shape)
+    for piece in PIECES:
+        size = x.shape[-1]
+        if size <= 2 * k * piece:
+            continue
+        pad = [(0, 0)] * (x.ndim - 1) + [(0, -size % piece)]
+        filled = jnp.pad(x, pad, constant_values=-jnp.inf), jnp.pad(index, pad)
+        x, index = (y.reshape(*y.shape[:-1], -1, piece) for y in filled)
+        best = jnp.sort(jax.lax.top_k(x.max(-1), k)[1])[..., None]  # in their old order, for equals
+        x, index = (jnp.take_along_axis(y, best, -2).reshape(*y.shape[:-2], -1) for y in (x, index))
+    x, place = jax.lax.top_k(x, k)
+    return x, jnp.take_along_axis(index, place, -1)
 
 
 def _best_first(logp: Float[Array, "D W"], token: Int[Array, "D W"], rows: int):

@@ -83,12 +83,12 @@ def test_unbalanced_routing_drops_no_token():
     h[..., 0] = 3.0  # what the router looks at
     router = np.zeros((embed, experts), np.float32)
     router[0] = [0, 0, 0, 2.0, 0, 1.5, 0, 0]
-    gate_up = rng.normal(size=(experts, embed, 2 * width)).astype(np.float32)
+    gate_up = rng.normal(size=(experts, embed, 2, width)).astype(np.float32)
     down = rng.normal(size=(experts, width, embed)).astype(np.float32)
     ours = moe.feed_forward(*map(jnp.asarray, (h, router, gate_up, down)), 2, True)
 
     def expert(i):
-        gate, up = np.split(h[0].astype(np.float64) @ gate_up[i], 2, axis=-1)
+        gate, up = (h[0].astype(np.float64) @ gate_up[i, :, j] for j in range(2))
         return (gate / (1 + np.exp(-gate)) * up) @ down[i]
 
     first = 1 / (1 + np.exp(4.5 - 6.0))  # softmax of the two chosen logits 3 * 2.0 and 3 * 1.5

@@ -20,6 +20,7 @@ from jetspec_jax import decoder, masks
 from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
 from jetspec_jax.drafts import jetspec
 from jetspec_jax.models import Output, qwen3
+from jetspec_jax.ops import XLA, Ops
 
 VOCAB = 37
 MANY = np.int32(10_000)  # rounds
@@ -71,6 +72,12 @@ def head_config(causal: bool, block: int = 5, **changes) -> HeadConfig:
     return HeadConfig(**values | changes)
 
 
+def _inputs(shape) -> int:
+    """The axis that a product sums over: the first, behind the experts' of [X, E, 2, F] and [X, F, E]."""
+    experts = (len(shape) == 3 and shape[1] != 2) or (len(shape) == 4 and shape[2] == 2)
+    return shape[1] if experts else shape[0]
+
+
 def random_like(shapes, seed: int):
     """Random values in the given shapes: norms about 1, everything else of unit gain."""
     leaves, structure = jax.tree.flatten(shapes)
@@ -78,7 +85,7 @@ def random_like(shapes, seed: int):
 
     def fill(leaf):
         values = draw.standard_normal(leaf.shape)
-        values = 1 + 0.2 * values if leaf.ndim == 1 else 1.5 * values / np.sqrt(leaf.shape[-2])
+        values = 1 + 0.2 * values if leaf.ndim == 1 else 1.5 * values / np.sqrt(_inputs(leaf.shape))
         return jnp.asarray(values, leaf.dtype)
 
     return jax.tree.unflatten(structure, [fill(leaf) for leaf in leaves])
@@ -134,6 +141,7 @@ class HashTarget:
 
     vocab_size: int
     modulus: int = 97
+    ops: Ops = XLA
 
     def params(self, seed: int, scale: float = 2.0):
         """Random table and position weights."""

@@ -17,11 +17,11 @@ from jaxtyping import Array, Float, Int
 
 from jetspec_jax import cache as kv_cache
 from jetspec_jax import masks, rope
-from jetspec_jax.attention import attend
 from jetspec_jax.cache import Cache
 from jetspec_jax.config import ConfigError, HeadConfig
 from jetspec_jax.models.qwen3 import Layer
 from jetspec_jax.numerics import einsum, rms_norm
+from jetspec_jax.ops import XLA, Ops
 
 
 class Head(nnx.Module):
@@ -52,6 +52,7 @@ class Head(nnx.Module):
         count: Int[Array, " B"],
         cache: Cache,
         length: Int[Array, " B"],
+        ops: Ops = XLA,
     ) -> tuple[Float[Array, "B T E"], Cache]:
         """Hidden states of the block for the target's lm_head, and the cache with the new context in it.
 
@@ -59,18 +60,20 @@ class Head(nnx.Module):
         new, at positions length, length + 1, ... behind the `length` rows of `cache`. Both share one matrix product a
         layer; the context enters the cache before the block reads it, so the cache is updated in place.
         """
-        c, x, updated = self.config, block, []
+        c, x, product, updated = self.config, block, None, []
         rows, slots = context.shape[1], block.shape[1]
         positions = [length[:, None] + jnp.arange(rows), start[:, None] + jnp.arange(slots)]
         angles = rope.angles(jnp.concatenate(positions, axis=1), c.head_dim, c.rope_theta)
-        mask = masks.causal(slots) if c.causal else jnp.ones((1, slots, slots), bool)
+        own = masks.causal(slots) if c.causal else jnp.ones((1, slots, slots), bool)
+        mask = jnp.pad(own, ((0, 0), (0, 0), (rows, 0)))  # the context is read from the cache
+        new = jnp.broadcast_to(jnp.arange(rows), (len(block), rows))
         for layer, old in zip(self.layers, cache, strict=True):
-            q, k, v = layer.project(jnp.concatenate([context, layer.normed(x)], axis=1), angles)
-            (kv,) = kv_cache.write((old,), ((k[:, :, :rows], v[:, :, :rows]),), length)
-            fresh = k[:, :, rows:], v[:, :, rows:]
-            x = layer.finish(x, attend(q[:, rows:], fresh, mask, kv, length + count))
+            x, h = ops.add_norm(x, product, layer.input_norm[...], c.norm_eps)
+            q, k, v = layer.project(jnp.concatenate([context, h], axis=1), angles, ops)
+            (kv,) = ops.commit((old,), ((k, v),), new, length)
+            x, product = layer.after(x, ops.attend(q[:, rows:], (k, v), mask, kv, length + count), ops)
             updated.append(kv)
-        return rms_norm(x, self.norm[...], c.norm_eps), tuple(updated)
+        return ops.add_norm(x, product, self.norm[...], c.norm_eps)[1], tuple(updated)
 
 
 class HeadState(NamedTuple):
@@ -93,6 +96,7 @@ class BlockDraft:
     config: HeadConfig
     depth: int
     graphdef: nnx.GraphDef = dataclasses.field(compare=False, repr=False)
+    ops: Ops = XLA
 
     def __post_init__(self):
         if not 1 <= self.depth <= self.config.depth:
@@ -125,9 +129,8 @@ class BlockDraft:
         anchor = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
         block = jnp.pad(anchor, ((0, 0), (0, self.slots - 1)), constant_values=self.config.mask_token_id)
         context = head.context(state.pending)
-        hidden, cache = head(embed(block), length - 1, context, state.count, state.context, state.length)
-        zero = jnp.zeros_like(state.count)
-        state = state._replace(context=cache, length=state.length + state.count, count=zero)
+        hidden, cache = head(embed(block), length - 1, context, state.count, state.context, state.length, self.ops)
+        state = state._replace(context=cache, length=state.length + state.count, count=jnp.zeros_like(state.count))
         return logits(hidden[:, 1 : self.depth + 1]), state
 
     def keep(self, state: HeadState, features, count) -> HeadState:
@@ -137,7 +140,7 @@ class BlockDraft:
         return nnx.merge(self.graphdef, nnx.State(params))
 
 
-def build(config: HeadConfig, dtype, depth: int | None = None) -> tuple[BlockDraft, dict]:
+def build(config: HeadConfig, dtype, depth: int | None = None, ops: Ops = XLA) -> tuple[BlockDraft, dict]:
     """The pure functions of a head and its parameters as shapes; `depth` None drafts the whole block."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Head(config, dtype)))
-    return BlockDraft(config, depth or config.depth, graphdef), nnx.to_pure_dict(state)
+    return BlockDraft(config, depth or config.depth, graphdef, ops), nnx.to_pure_dict(state)

@@ -8,6 +8,7 @@ import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from jetspec_jax.cache import Cache
+from jetspec_jax.ops import Ops
 
 
 class Output(NamedTuple):
@@ -25,6 +26,10 @@ class Target(Protocol):
     @property
     def vocab_size(self) -> int:
         """Rows of the vocabulary that exist, padding of the device layout excluded."""
+
+    @property
+    def ops(self) -> Ops:
+        """How it computes; the loop's own parts follow it."""
 
     def init_cache(self, params, batch: int, capacity: int) -> Cache:
         """An empty K/V cache."""

@@ -1,8 +1,9 @@
 """Qwen3 decoder: dense, mixture of experts, and (without q/k norms) the Llama layout.
 
-Parameters are declared the way decoding wants them: one fused QKV and one fused gate-up matrix a layer, stored
-[in, out]. `checkpoint.py` alone knows the published names. The forward never writes a cache: it returns fresh K/V, and
-the caller decides which rows to keep.
+Parameters are declared the way decoding wants them: one fused QKV and one fused gate-up array a layer, stored
+[in, ...out]. Their middle axes are those that several devices would share: kv heads of qkv [E, K, G + 2, H] (each with
+its G queries, key and value), features of gate_up [E, 2, F]. `checkpoint.py` alone knows the published names. The
+forward never writes a cache: it returns fresh K/V, and the caller decides which rows to keep.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jetspec_jax import cache as kv_cache
 from jetspec_jax import moe, rope
-from jetspec_jax.attention import attend
 from jetspec_jax.cache import KV, Cache
 from jetspec_jax.config import HeadConfig, ModelConfig
 from jetspec_jax.models import Output
 from jetspec_jax.numerics import einsum, rms_norm
+from jetspec_jax.ops import XLA, Ops, total
 
 
 class Layer(nnx.Module):
@@ -35,7 +36,7 @@ class Layer(nnx.Module):
             return nnx.Param(jnp.zeros(shape, dtype))
 
         self.input_norm = weight(c.hidden_size)
-        self.qkv = weight(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim)
+        self.qkv = weight(c.hidden_size, c.num_kv_heads, c.num_heads // c.num_kv_heads + 2, c.head_dim)
         if c.qk_norm:
             self.q_norm, self.k_norm = weight(c.head_dim), weight(c.head_dim)
         self.out = weight(c.num_heads * c.head_dim, c.hidden_size)
@@ -43,61 +44,73 @@ class Layer(nnx.Module):
         if c.moe is not None and self.sparse:
             x, f = c.moe.num_experts, c.moe.intermediate_size
             self.router = weight(c.hidden_size, x)
-            self.gate_up, self.down = weight(x, c.hidden_size, 2 * f), weight(x, f, c.hidden_size)
+            self.gate_up, self.down = weight(x, c.hidden_size, 2, f), weight(x, f, c.hidden_size)
         else:
-            self.gate_up = weight(c.hidden_size, 2 * c.intermediate_size)
+            self.gate_up = weight(c.hidden_size, 2, c.intermediate_size)
             self.down = weight(c.intermediate_size, c.hidden_size)
 
     def __call__(
         self,
         x: Float[Array, "B T E"],
+        product: jax.Array | None,
         angles: rope.Rope,
         mask: Bool[Array, "_ T T"],
         prefix: KV | None = None,
         length: Int[Array, " B"] | None = None,
-    ) -> tuple[Float[Array, "B T E"], KV]:
-        """Residual stream after the layer, and K/V of the T rows."""
-        q, k, v = self.project(self.normed(x), angles)
-        return self.finish(x, attend(q, (k, v), mask, prefix, length)), (k, v)
+        ops: Ops = XLA,
+    ) -> tuple[Float[Array, "B T E"], jax.Array, KV]:
+        """Residual stream and the layer's last product, not yet added; K/V of the T rows.
+
+        product: what the layer before left to be added to `x`, None for the first.
+        """
+        x, h = ops.add_norm(x, product, self.input_norm[...], self.config.norm_eps)
+        q, k, v = self.project(h, angles, ops)
+        x, product = self.after(x, ops.attend(q, (k, v), mask, prefix, length), ops)
+        return x, product, (k, v)
 
     def normed(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
         """What attention reads of the residual stream."""
         return rms_norm(x, self.input_norm[...], self.config.norm_eps)
 
     def project(
-        self, h: Float[Array, "B T E"], angles: rope.Rope
+        self, h: Float[Array, "B T E"], angles: rope.Rope, ops: Ops = XLA
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
         """Rotated queries and keys, and values; keys and values in the cache's layout."""
-        c = self.config
-        sizes = c.num_heads, c.num_kv_heads, c.num_kv_heads
-        qkv = einsum("bte,eh->bth", h, self.qkv[...]).reshape(*h.shape[:2], sum(sizes), c.head_dim)
-        q, k, v = jnp.split(qkv, (sizes[0], sizes[0] + sizes[1]), axis=2)
-        if c.qk_norm:
-            q, k = rms_norm(q, self.q_norm[...], c.norm_eps), rms_norm(k, self.k_norm[...], c.norm_eps)
-        return rope.rotate(q, angles), rope.rotate(k, angles).swapaxes(1, 2), v.swapaxes(1, 2)
+        product = ops.matmul(h, self.qkv[...].reshape(h.shape[-1], -1))
+        return ops.heads(product, self.qkv.shape[1:], self._norms, angles, self.config.norm_eps, h.dtype)
+
+    def after(
+        self, x: Float[Array, "B T E"], attended: Float[Array, "B T N H"], ops: Ops = XLA
+    ) -> tuple[Float[Array, "B T E"], jax.Array]:
+        """Output projection and feed-forward: the residual stream, and the product that is still to be added to it."""
+        product = ops.matmul(attended.reshape(*x.shape[:2], -1), self.out[...])
+        x, h = ops.add_norm(x, product, self.post_norm[...], self.config.norm_eps)
+        return x, self._feed_forward(h, ops)
 
     def finish(self, x: Float[Array, "B T E"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T E"]:
         """Output projection and feed-forward, each added to the residual stream."""
-        x = x + einsum("bth,he->bte", attended.reshape(*x.shape[:2], -1), self.out[...])
-        return x + self._feed_forward(rms_norm(x, self.post_norm[...], self.config.norm_eps))
+        x, product = self.after(x, attended)
+        return x + product
 
     def context_kv(self, context: Float[Array, "B C E"], angles: rope.Rope) -> KV:
         """K/V of a draft head's context rows [B, K, C, H], without any query."""
-        c = self.config
-        kv = einsum("bte,eh->bth", context, self.qkv[...][:, c.num_heads * c.head_dim :])
-        k, v = jnp.split(kv.reshape(*kv.shape[:2], 2 * c.num_kv_heads, c.head_dim), 2, axis=2)
-        if c.qk_norm:
-            k = rms_norm(k, self.k_norm[...], c.norm_eps)
+        kv = einsum("bte,ekjh->btkjh", context, self.qkv[...][:, :, -2:])
+        k, v = kv[..., 0, :], kv[..., 1, :]
+        if self._norms is not None:
+            k = rms_norm(k, self._norms[1], self.config.norm_eps)
         return rope.rotate(k, angles).swapaxes(1, 2), v.swapaxes(1, 2)
 
-    def _feed_forward(self, h):
-        if self.sparse:
-            m = self.config.moe
+    @property
+    def _norms(self):
+        return (self.q_norm[...], self.k_norm[...]) if self.config.qk_norm else None
+
+    def _feed_forward(self, h, ops: Ops):
+        m = self.config.moe
+        if m is not None and self.sparse:
             return moe.feed_forward(
                 h, self.router[...], self.gate_up[...], self.down[...], m.experts_per_token, m.normalize_top_k
             )
-        gate, up = jnp.split(einsum("bte,ef->btf", h, self.gate_up[...]), 2, axis=-1)
-        return einsum("btf,fe->bte", jax.nn.silu(gate) * up, self.down[...])
+        return ops.matmul(ops.swiglu(h, self.gate_up[...]), self.down[...])
 
 
 class Qwen3(nnx.Module):
@@ -119,19 +132,21 @@ class Qwen3(nnx.Module):
         cache: Cache | None = None,
         length: Int[Array, " B"] | None = None,
         taps: tuple[int, ...] = (),
+        ops: Ops = XLA,
     ) -> Output:
         """Runs T fresh rows behind the first `length` slots of `cache`; tap i is the output of layer i (0-based)."""
         c = self.config
-        x = self.embed(tokens)
+        x, product = self.embed(tokens), None
         angles = rope.angles(positions, c.head_dim, c.rope_theta)
-        fresh, tapped = [], {}
+        fresh, before = [], {}
         for i, layer in enumerate(self.layers):
-            x, kv = layer(x, angles, mask, None if cache is None else cache[i], length)
+            x, product, kv = layer(x, product, angles, mask, None if cache is None else cache[i], length, ops)
             fresh.append(kv)
             if i in taps:
-                tapped[i] = x
-        side_by_side = jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else None
-        return Output(rms_norm(x, self.norm[...], c.norm_eps), tuple(fresh), side_by_side)
+                before[i] = x, product
+        x, hidden = ops.add_norm(x, product, self.norm[...], c.norm_eps)
+        tapped = [before[i][0] + total(before[i][1], x.dtype) for i in taps]
+        return Output(hidden, tuple(fresh), jnp.concatenate(tapped, axis=-1) if taps else None)
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows E"]:
         """Rows of the embedding table."""
@@ -149,6 +164,7 @@ class Qwen3Target:
 
     config: ModelConfig
     graphdef: nnx.GraphDef = dataclasses.field(compare=False, repr=False)
+    ops: Ops = XLA
 
     @property
     def vocab_size(self) -> int:
@@ -160,7 +176,7 @@ class Qwen3Target:
         return kv_cache.init(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, dtype)
 
     def forward(self, params, tokens, positions, mask, cache=None, length=None, taps=()) -> Output:
-        return self._module(params)(tokens, positions, mask, cache, length, taps)
+        return self._module(params)(tokens, positions, mask, cache, length, taps, self.ops)
 
     def embed(self, params, tokens):
         return self._module(params).embed(tokens)
@@ -172,7 +188,7 @@ class Qwen3Target:
         return nnx.merge(self.graphdef, nnx.State(params))
 
 
-def build(config: ModelConfig, dtype) -> tuple[Qwen3Target, dict]:
+def build(config: ModelConfig, dtype, ops: Ops = XLA) -> tuple[Qwen3Target, dict]:
     """The pure functions of a target and its parameters as shapes, to be filled from files or at random."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen3(config, dtype)))
-    return Qwen3Target(config, graphdef), nnx.to_pure_dict(state)
+    return Qwen3Target(config, graphdef, ops), nnx.to_pure_dict(state)

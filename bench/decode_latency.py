@@ -1,0 +1,174 @@
+"""Time of a plain step and of a speculative round, beside what the memory allows; random weights of a real shape.
+
+    python bench/decode_latency.py --shape qwen3-8b
+    python bench/decode_latency.py --shape qwen3-8b --batch 8 --budgets 16 --parts
+
+Every figure is the time of one step inside the compiled loop (median of differences between a long and a short call,
+after warm-up), at `--length` committed tokens of `--slots`. The floor is the time to read the weights and the K/V once
+at the rate that a plain read reaches in this very run. Prints a table, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import shapes
+import timing
+
+from jetspec_jax import decoder, masks, ops, speculate, tree
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=shapes.PAIRS, default="qwen3-8b")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[64, 128, 256], help="0 or 1: only the plain step")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--length", type=int, default=1024, help="committed tokens")
+    parser.add_argument("--slots", type=int, default=2048, help="cache slots a row")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--attention", default="auto", choices=ops.ATTENTIONS)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--parts", action="store_true", help="also time draft, tree and verification alone")
+    parser.add_argument("--profile", metavar="DIR", help="write a profiler trace of a few steps of each")
+    args = parser.parse_args()
+
+    pair = shapes.random_pair(args.shape, args.dtype, args.attention)
+    device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}"
+    print(
+        f"{args.shape}, random weights, batch {args.batch}, {args.length} of {args.slots} slots; {device}", flush=True
+    )
+    limits = timing.machine(
+        4.0 if jax.default_backend() != "cpu" else 0.1, 8192 if jax.default_backend() != "cpu" else 512
+    )
+    reads, products = limits["bytes_per_second"] / 1e12, limits["flops_per_second"] / 1e12
+    print(f"plain read {reads:.3f} TB/s, matrix product {products:.0f} TFLOP/s")
+    print(f"{'':>12} {'ms':>8} {'floor ms':>9} {'ratio':>6} {'compile s':>10} {'temp MiB':>9}")
+    rows = [measure(args, pair, budget, limits) for budget in [1, *(b for b in args.budgets if b > 1)]]
+    stats = jax.devices()[0].memory_stats() or {}
+    peak = stats.get("peak_bytes_in_use", 0) / 2**30
+    print(f"weights {size(pair.params) / 2**30:.2f} GiB, peak {peak:.2f} GiB")
+    print(json.dumps({"settings": vars(args), "device": device, "machine": limits, "peak_gib": peak, "rows": rows}))
+
+
+def measure(args: argparse.Namespace, pair: shapes.Pair, budget: int, limits: dict) -> dict:
+    """Plain step (budget 1) or round."""
+    if budget == 1:
+        static, params = decoder.Decoder(pair.target, None, 1, args.slots, ops=pair.target.ops), pair.plain
+    else:
+        draft = dataclasses.replace(pair.draft, depth=min(pair.draft.depth, budget - 1))
+        static, params = decoder.Decoder(pair.target, draft, budget, args.slots, ops=pair.target.ops), pair.params
+    held = [shapes.state_at(static, params, args.length, args.batch, budget)]
+    program, seconds = speculate.compiled(decoder.rounds, static, params, held[0], jnp.int32(1))
+
+    def run(n: int):
+        held[0] = program(params, shapes.at_length(held[0], args.length), jnp.int32(n))
+        return held[0].length
+
+    step = timing.per_step(run, args.steps // 4, args.steps, args.repeats)
+    kv = size(held[0].cache) * args.length / args.slots
+    work = weights_read(pair, pair.params["target"]) + kv
+    if budget > 1:
+        work += (
+            weights_read(pair, pair.params["draft"])
+            + head_bytes(pair)
+            + size(held[0].draft.context) * args.length / args.slots
+        )
+    flops = 2 * args.batch * budget * (weights_read(pair, pair.params["target"]) / held[0].cache[0][0].dtype.itemsize)
+    floor = max(work / limits["bytes_per_second"], flops / limits["flops_per_second"])
+    row = {
+        "budget": budget, "ms": 1e3 * step, "floor_ms": 1e3 * floor, "bytes": work, "compile_seconds": seconds,
+        "temp_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
+    }  # fmt: skip
+    name = "plain step" if budget == 1 else f"round {budget}"
+    times = f"{row['ms']:8.3f} {row['floor_ms']:9.3f} {step / floor:6.2f}"
+    print(f"{name:>12} {times} {seconds:10.1f} {row['temp_mib']:9.1f}", flush=True)
+    if args.profile:
+        with jax.profiler.trace(f"{args.profile}/{budget}"):
+            jax.block_until_ready(run(8))
+    if args.parts and budget > 1:
+        row["parts_ms"] = parts(args, pair, static, held[0], budget)
+        print(" " * 12, "  ".join(f"{k} {v:.3f}" for k, v in row["parts_ms"].items()), flush=True)
+    return row
+
+
+def parts(args, pair, static, state, budget: int) -> dict[str, float]:
+    """Draft, tree and verification alone, each in a loop of its own (about 0.015 ms of every figure is the loop)."""
+    target, draft, batch = static.target, static.draft, args.batch
+    weights = pair.params
+    length = jnp.full((batch,), args.length, jnp.int32)
+    key = jax.random.key(3)
+
+    def propose(carry, weights):
+        tokens, held = carry
+        logits, new = draft.propose(
+            weights["draft"], held, tokens, length,
+            lambda t: target.embed(weights["target"], t), lambda h: target.logits(weights["target"], h),
+        )  # fmt: skip
+        tokens = tokens.at[:, args.length - 1].set(jnp.argmax(logits[:, -1], -1).astype(jnp.int32))
+        return tokens, new._replace(length=held.length, count=held.count)
+
+    def grow(carry):
+        logits, anchor = carry
+        built = tree.build(
+            static.builder,
+            static.width,
+            budget,
+            logits,
+            anchor,
+            jnp.full((batch,), budget, jnp.int32),
+            static.ops.kernels,
+        )
+        anchor = built.tokens.sum(1) % 7
+        return logits + anchor[:, None, None] * 1e-6, anchor
+
+    built = tree.build(
+        static.builder, static.width, budget, jax.random.normal(key, (batch, static.depth, target.vocab_size)),
+        jnp.zeros((batch,), jnp.int32), jnp.full((batch,), budget, jnp.int32),
+    )  # fmt: skip
+    seen = masks.ancestors(built.parents, static.depth)
+
+    def verify(tokens, weights, cache):
+        out = target.forward(weights, tokens, length[:, None] - 1 + built.depths, seen, cache, length - 1, draft.taps)
+        return jnp.argmax(target.logits(weights, out.hidden), -1).astype(jnp.int32)
+
+    def timed(step, carry, *constants):
+        program, held = timing.looped(step, *constants), [carry]
+
+        def run(n):
+            held[0] = program(n, held[0])
+            return jax.tree.leaves(held[0])[0]
+
+        return 1e3 * timing.per_step(run, args.steps // 4, args.steps, args.repeats)
+
+    copy = lambda x: jax.tree.map(jnp.copy, x)
+    logits = jax.random.normal(key, (batch, static.depth, target.vocab_size))
+    return {
+        "draft": timed(propose, copy((state.tokens, state.draft)), weights),
+        "tree": timed(grow, (logits, jnp.zeros((batch,), jnp.int32))),
+        "verify": timed(verify, jnp.copy(built.tokens), weights["target"], copy(state.cache)),
+    }
+
+
+def size(tree) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+def weights_read(pair: shapes.Pair, params: dict) -> int:
+    """Bytes that one pass reads: an untied embedding is only looked up."""
+    tied = "lm_head" not in params
+    return size(params) - (params["embedding"].nbytes if "embedding" in params and not tied else 0)
+
+
+def head_bytes(pair: shapes.Pair) -> int:
+    """The target's lm_head, which the draft reads once more."""
+    target = pair.params["target"]
+    return target.get("lm_head", target["embedding"]).nbytes
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Pairs of published shapes with random weights, and states at a given length, for benchmarks without checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jetspec_jax import decoder, ops
+from jetspec_jax.checkpoint import numpy_dtype
+from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
+from jetspec_jax.drafts import jetspec
+from jetspec_jax.drafts.jetspec import HeadState
+from jetspec_jax.models import qwen3
+
+QWEN = {"norm_eps": 1e-6, "rope_theta": 1e6, "max_positions": 40960, "vocab_size": 151936, "head_dim": 128}
+
+
+def _qwen3(hidden: int, layers: int, heads: int, ffn: int, tied: bool, **more) -> ModelConfig:
+    return ModelConfig(
+        model_type="qwen3_moe" if "moe" in more else "qwen3", hidden_size=hidden, num_layers=layers, num_heads=heads,
+        intermediate_size=ffn, tie_embeddings=tied, qk_norm=True, **{"num_kv_heads": 8} | QWEN | more,
+    )  # fmt: skip
+
+
+def _head(target: ModelConfig, layers: int, taps: tuple[int, ...], mask: int, **more) -> HeadConfig:
+    same = ("vocab_size", "hidden_size", "norm_eps", "rope_theta", "max_positions", "head_dim", "num_heads",
+            "num_kv_heads", "intermediate_size")  # fmt: skip
+    return HeadConfig(
+        **{name: getattr(target, name) for name in same} | more,
+        num_layers=layers, num_target_layers=target.num_layers, block_size=16, mask_token_id=mask, tap_layers=taps,
+        causal=True,
+    )  # fmt: skip
+
+
+_8B = _qwen3(4096, 36, 32, 12288, False)
+_0_6B = _qwen3(1024, 28, 16, 3072, True)
+_30B = _qwen3(2048, 48, 32, 6144, False, num_kv_heads=4, moe=MoEConfig(128, 8, 768, True, tuple(range(48))))
+_135M = ModelConfig(
+    model_type="llama", vocab_size=49152, hidden_size=576, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64,
+    intermediate_size=1536, norm_eps=1e-5, rope_theta=1e5, max_positions=8192, tie_embeddings=True, qk_norm=False,
+)  # fmt: skip
+PAIRS = {
+    "qwen3-8b": (_8B, _head(_8B, 5, (1, 9, 17, 25, 33), 151669)),
+    "qwen3-0.6b": (_0_6B, _head(_0_6B, 5, (1, 7, 13, 19, 25), 151669)),
+    "qwen3-30b-a3b": (_30B, _head(_30B, 8, (1, 12, 23, 34, 45), 151669)),
+    "smollm2-135m": (_135M, _head(_135M, 3, (1, 8, 15, 22, 28), 3, num_heads=9, num_kv_heads=3)),
+}  # the last is the size of the demo pair
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A target and a head with random weights on the device."""
+
+    target: qwen3.Qwen3Target
+    draft: jetspec.BlockDraft
+    params: dict
+
+    @property
+    def plain(self) -> dict:
+        return {"target": self.params["target"], "draft": None}
+
+
+def random_pair(name: str, dtype: str = "bfloat16", attention: str = "auto") -> Pair:
+    """Draws every weight on the device, one array at a time: normal with the gain of a trained network."""
+    config, head = PAIRS[name]
+    how = ops.resolve(attention, dtype, config.head_dim)
+    target, shapes = qwen3.build(config, numpy_dtype(dtype), how)
+    draft, head_shapes = jetspec.build(head, numpy_dtype(dtype), ops=how)
+    leaves, structure = jax.tree.flatten({"target": shapes, "draft": head_shapes})
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    arrays = [_draw(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+    return Pair(target, draft, jax.block_until_ready(jax.tree.unflatten(structure, arrays)))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _draw(key, shape, dtype):
+    values = jax.random.normal(key, shape, jnp.float32 if len(shape) == 1 else dtype)
+    return (1 + 0.1 * values).astype(dtype) if len(shape) == 1 else 0.02 * values
+
+
+def state_at(static: decoder.Decoder, params: dict, length: int, batch: int, budget: int) -> decoder.State:
+    """A state that has committed `length` tokens; caches hold random numbers, tokens are random."""
+    row = lambda value, dtype=jnp.int32: jnp.full((batch,), value, dtype)
+    asked = decoder.Request(
+        tokens=jnp.ones((batch, 16), jnp.int32), prompt_length=row(16), limit=row(static.capacity), budget=row(budget),
+        temperature=row(0.0, jnp.float32), seed=row(0, jnp.uint32), eos=jnp.full((batch, 8), -1, jnp.int32),
+    )  # fmt: skip
+    state = jax.jit(functools.partial(decoder.prefill, static), donate_argnums=())(params, asked)
+    noise = jax.jit(lambda tree: jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape, x.dtype), tree))
+    state = state._replace(cache=noise(state.cache))
+    if isinstance(state.draft, HeadState):
+        state = state._replace(draft=state.draft._replace(context=noise(state.draft.context)))
+    return at_length(state, length)
+
+
+def at_length(state: decoder.State, length: int) -> decoder.State:
+    """The same state, all rows running at `length` committed tokens, no rounds on record."""
+    full = lambda x, value: jnp.full_like(x, value)
+    draft = state.draft
+    if isinstance(draft, HeadState):
+        draft = draft._replace(length=full(draft.length, length - 2), count=full(draft.count, 1))
+    return state._replace(
+        length=full(state.length, length), reason=full(state.reason, decoder.RUNNING), rounds=full(state.rounds, 0),
+        draft=draft,
+    )  # fmt: skip

@@ -1,0 +1,206 @@
+"""The small parts of a decoder layer on NVIDIA GPUs, a few kernels in place of many.
+
+A step of a decoder is bound by launches and by reading weights once. Matrix products of few rows are cut along the sum,
+so that every multiprocessor streams weights; their partial sums are added by whatever kernel comes next, which saves
+that pass. Oracles are the XLA branches of `ops.Ops`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from jetspec_jax.kernels.gpu_attention import power
+from jetspec_jax.numerics import precision
+from jetspec_jax.rope import Rope
+
+COLUMNS = 64  # of a weight tile
+BLOCKS = 160  # programs that stream weights at once; a few more than an H200 has multiprocessors
+
+
+def tileable(rows: int, columns: int) -> bool:
+    """Whether weights [rows, columns] split into tiles."""
+    return rows % 32 == 0 and columns % COLUMNS == 0
+
+
+def matmul(x: Float[Array, "R A"], w: Float[Array, "A O"], interpret: bool = False) -> Float[Array, "S R O"]:
+    """Partial sums in f32 of `x @ w`; their number S follows from the sizes."""
+    rows, inner = x.shape
+    columns = w.shape[1]
+    depth, block, stages = _tile(rows, inner)
+    steps, blocks = inner // depth, columns // COLUMNS * pl.cdiv(rows, block)
+    parts = next((s for s in (1, 2, 3, 4, 6, 8) if steps % s == 0 and blocks * s >= BLOCKS), None)
+    parts = parts or max(s for s in (1, 2, 3, 4, 6, 8) if steps % s == 0)
+
+    def kernel(x_ref, w_ref, out_ref):
+        part, column = pl.program_id(2), pl.ds(pl.program_id(1) * COLUMNS, COLUMNS)
+        row = pl.ds(pl.program_id(0) * block, block)
+        live = (pl.program_id(0) * block + jnp.arange(block) < rows)[:, None]
+
+        def body(i, total):
+            at = pl.ds((part * (steps // parts) + i) * depth, depth)
+            tile = plgpu.load(x_ref.at[row, at], mask=jnp.broadcast_to(live, (block, depth)), other=0)
+            return total + _dot(tile, w_ref[at, column])
+
+        total = jax.lax.fori_loop(0, steps // parts, body, jnp.zeros((block, COLUMNS)))
+        plgpu.store(out_ref.at[part, row, column], total, mask=jnp.broadcast_to(live, total.shape))
+
+    return pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(rows, block), columns // COLUMNS, parts),
+        out_shape=jax.ShapeDtypeStruct((parts, rows, columns), jnp.float32),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=stages),
+        interpret=interpret,
+        name="matmul",
+    )(x, w)
+
+
+def swiglu(x: Float[Array, "R E"], gate_up: Float[Array, "E 2 F"], interpret: bool = False) -> Float[Array, "R F"]:
+    """silu(x @ gate) * (x @ up) without the two products in memory."""
+    rows, inner = x.shape
+    columns = gate_up.shape[2]
+    depth, block, stages = _tile(rows, inner)
+
+    def kernel(x_ref, w_ref, out_ref):
+        row, first = pl.ds(pl.program_id(0) * block, block), pl.program_id(1) * COLUMNS
+        live = (pl.program_id(0) * block + jnp.arange(block) < rows)[:, None]
+
+        def body(i, sums):
+            at = pl.ds(i * depth, depth)
+            tile = plgpu.load(x_ref.at[row, at], mask=jnp.broadcast_to(live, (block, depth)), other=0)
+            gate, up = (w_ref[at, pl.ds(j * columns + first, COLUMNS)] for j in range(2))
+            return sums[0] + _dot(tile, gate), sums[1] + _dot(tile, up)
+
+        zero = jnp.zeros((block, COLUMNS))
+        gate, up = jax.lax.fori_loop(0, inner // depth, body, (zero, zero))
+        # Rounded where the XLA path rounds: after each product.
+        gate, up = (y.astype(out_ref.dtype).astype(jnp.float32) for y in (gate, up))
+        out = (gate * jax.nn.sigmoid(gate)).astype(out_ref.dtype) * up.astype(out_ref.dtype)
+        plgpu.store(out_ref.at[row, pl.ds(first, COLUMNS)], out, mask=jnp.broadcast_to(live, out.shape))
+
+    return pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(rows, block), columns // COLUMNS),
+        out_shape=jax.ShapeDtypeStruct((rows, columns), x.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=min(stages, 3) if depth == 128 else stages),
+        interpret=interpret,
+        name="swiglu",
+    )(x, gate_up.reshape(inner, 2 * columns))
+
+
+def _tile(rows: int, inner: int) -> tuple[int, int, int]:
+    """Depth of a weight tile, rows of a block, and pipeline stages: tiles of 128 x 64, about 100 KiB in flight."""
+    depth = next(d for d in (128, 64, 32) if inner % d == 0)
+    block = min(64, max(16, power(rows)))
+    return depth, block, 5 if block == 16 else 3
+
+
+def _dot(x, w):
+    return jnp.dot(x, w, precision=precision(x.dtype), preferred_element_type=jnp.float32)
+
+
+def add_norm(
+    x: Float[Array, "R E"], parts: Float[Array, "S R E"] | None, weight: Float[Array, " E"], eps: float,
+    interpret: bool = False,
+) -> tuple[Float[Array, "R E"], Float[Array, "R E"]]:  # fmt: skip
+    """The residual stream with the sum of `parts` added, and its RMSNorm."""
+    rows, size = x.shape
+    wide = power(size)
+
+    def kernel(*refs):
+        x_ref, parts_ref, weight_ref, *outs = refs if parts is not None else (refs[0], None, *refs[1:])
+        row, live = pl.program_id(0), jnp.arange(wide) < size
+        whole = pl.ds(0, wide)
+        y = plgpu.load(x_ref.at[row, whole], mask=live, other=0)
+        if parts is not None:
+            total = jnp.zeros((wide,), jnp.float32)
+            for i in range(parts.shape[0]):
+                total += plgpu.load(parts_ref.at[jnp.int32(i), row, whole], mask=live, other=0).astype(jnp.float32)
+            y = y + total.astype(x.dtype)
+            plgpu.store(outs[0].at[row, whole], y, mask=live)
+        f32 = y.astype(jnp.float32)
+        normed = f32 * jax.lax.rsqrt((f32 * f32).sum() / size + eps)
+        scale = plgpu.load(weight_ref.at[whole], mask=live, other=0)
+        plgpu.store(outs[-1].at[row, whole], normed.astype(x.dtype) * scale, mask=live)
+
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    out = pl.pallas_call(
+        kernel,
+        grid=(rows,),
+        out_shape=[like] if parts is None else [like, like],
+        compiler_params=plgpu.CompilerParams(num_warps=8 if size >= 2048 else 4, num_stages=1),
+        interpret=interpret,
+        name="add_norm",
+    )(x, *(() if parts is None else (parts,)), weight)
+    return (x, out[0]) if parts is None else (out[0], out[1])
+
+
+def heads(
+    parts: Float[Array, "S B T K GH"],
+    norms: tuple[Float[Array, " H"], Float[Array, " H"]] | None,
+    angles: Rope,
+    eps: float,
+    dtype,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B K R H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
+    """Queries (R = T * G rows a kv head), keys and values out of the fused product; q and k normed and rotated.
+
+    parts: partial sums; the last axis holds G queries, a key and a value of one kv head. norms: of q and k.
+    """
+    splits, batch, nodes, kv_heads, width = parts.shape
+    half = angles[0].shape[-1]
+    dim = 2 * half
+    groups = width // dim - 2
+    wide = power(groups)
+    flat = parts.reshape(splits, batch * nodes, kv_heads, groups + 2, dim)
+    cos, sin = (x.reshape(batch * nodes, half) for x in angles)
+
+    def kernel(*refs):
+        parts_ref, cos_ref, sin_ref = refs[:3]
+        q_ref, k_ref, v_ref = refs[-3:]
+        at, head = pl.program_id(0), pl.program_id(1)
+        row, node = at // nodes, at % nodes
+        c, s = cos_ref[at, :], sin_ref[at, :]
+        halves = pl.ds(0, half), pl.ds(half, half)
+        live = jnp.broadcast_to((jnp.arange(wide) < groups)[:, None], (wide, half))
+        f32 = jnp.float32
+
+        def summed(place, mask):
+            """Both halves of what the product holds at `place`, rounded as a product is."""
+            both = []
+            for column in halves:
+                read = lambda i, column=column: parts_ref.at[jnp.int32(i), at, head, place, column]
+                terms = (plgpu.load(read(i), mask=mask, other=None if mask is None else 0) for i in range(splits))
+                both.append(sum(t.astype(f32) for t in terms).astype(dtype).astype(f32))
+            return both
+
+        def turned(low, high, norm):
+            if norm is not None:
+                square = (low * low).sum(-1, keepdims=True) + (high * high).sum(-1, keepdims=True)
+                scale = jax.lax.rsqrt(square / dim + eps)
+                low, high = (
+                    ((x * scale).astype(dtype) * norm[column]).astype(f32)
+                    for x, column in zip((low, high), halves, strict=True)
+                )
+            return low * c - high * s, high * c + low * s
+
+        query, key = refs[3:5] if norms is not None else (None, None)
+        for x, column in zip(turned(*summed(pl.ds(0, wide), live), query), halves, strict=True):
+            plgpu.store(q_ref.at[row, head, pl.ds(node * groups, wide), column], x.astype(dtype), mask=live)
+        for x, column in zip(turned(*summed(jnp.int32(groups), None), key), halves, strict=True):
+            k_ref[row, head, node, column] = x.astype(dtype)
+        for x, column in zip(summed(jnp.int32(groups + 1), None), halves, strict=True):
+            v_ref[row, head, node, column] = x.astype(dtype)
+
+    shape = lambda rows: jax.ShapeDtypeStruct((batch, kv_heads, rows, dim), dtype)
+    return pl.pallas_call(
+        kernel,
+        grid=(batch * nodes, kv_heads),
+        out_shape=[shape(nodes * groups), shape(nodes), shape(nodes)],
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="heads",
+    )(flat, cos, sin, *(norms or ()))

@@ -1,0 +1,114 @@
+"""The loop's own parts on NVIDIA GPUs: growing the tree, and writing the accepted path to every cache, one launch each.
+
+Oracles: `tree._best_first`, and `cache.write` of `cache.take`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from jetspec_jax.cache import Cache
+from jetspec_jax.kernels.gpu_attention import power
+
+
+def grow(
+    logp: Float[Array, "B D W"], token: Int[Array, "B D W"], rows: int, interpret: bool = False
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"], Int[Array, " B"]]:
+    """Tokens (the root's is 0), parents, depths and the number of nodes of the `rows` - 1 most probable paths.
+
+    One program a row pops nodes in order of score. An open slot of the search is a node with its next unused child, so
+    a pop opens two: the popped node's first child, and its parent's next one.
+    """
+    batch, depth, width = logp.shape
+    wide = power(rows)
+
+    def kernel(logp_ref, token_ref, tokens_ref, parents_ref, depths_ref, size_ref):
+        b, slot = pl.program_id(0), jnp.arange(wide)
+        none = jnp.float32(-jnp.inf)
+        pick = lambda x, hit: jnp.where(hit, x, jnp.zeros_like(x)).sum()
+
+        def pop(n, carry):
+            open_score, score, depths, rank, tokens, parents, size = carry
+            best = open_score.max()
+            at = jnp.where(open_score == best, slot, wide).min()
+            hit = slot == at
+            d, r, base = pick(depths, hit), pick(rank, hit), pick(score, hit)
+            alive = best > none
+            found = plgpu.load(token_ref.at[b, d, r], mask=alive, other=0)
+            sibling = plgpu.load(logp_ref.at[b, d, r + 1], mask=alive & (r + 1 < width), other=none)
+            child = plgpu.load(logp_ref.at[b, d + 1, jnp.int32(0)], mask=alive & (d + 1 < depth), other=none)
+            fresh = alive & (slot == n)
+            open_score = jnp.where(hit & alive, base + sibling, open_score)
+            return (
+                jnp.where(fresh, best + child, open_score),
+                jnp.where(fresh, best, score),
+                jnp.where(fresh, d + 1, depths),
+                jnp.where(hit & alive, r + 1, rank),
+                jnp.where(fresh, found, tokens),
+                jnp.where(fresh, at, parents),
+                size + alive.astype(jnp.int32),
+            )
+
+        zero = jnp.zeros((wide,), jnp.int32)
+        first = logp_ref[b, 0, 0]
+        start = (
+            jnp.where(slot == 0, first, none), jnp.zeros((wide,), jnp.float32), zero, zero, zero, zero - 1,
+            jnp.int32(1),
+        )  # fmt: skip
+        _, _, depths, _, tokens, parents, size = jax.lax.fori_loop(1, rows, pop, start)
+        for ref, x in ((tokens_ref, tokens), (parents_ref, parents), (depths_ref, depths)):
+            plgpu.store(ref.at[b, pl.ds(0, wide)], x, mask=slot < rows)
+        size_ref[b] = size
+
+    nodes = jax.ShapeDtypeStruct((batch, rows), jnp.int32)
+    return pl.pallas_call(
+        kernel,
+        grid=(batch,),
+        out_shape=[nodes, nodes, nodes, jax.ShapeDtypeStruct((batch,), jnp.int32)],
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="grow_tree",
+    )(logp, token)
+
+
+def commit(
+    cache: Cache, fresh: Cache, path: Int[Array, "B R"], start: Int[Array, " B"], interpret: bool = False
+) -> Cache:
+    """Writes rows `path` of the fresh K/V to slots start..start+R-1 of every layer's cache, in place."""
+    old, new = (jax.tree.leaves(x) for x in (cache, fresh))
+    count, rows = len(old), path.shape[1]
+    batch, kv_heads = old[0].shape[:2]
+    nodes, wide = new[0].shape[2], power(rows)
+    new = [x.reshape(-1, x.shape[-1]) for x in new]
+
+    def kernel(path_ref, start_ref, *refs):
+        new_refs, out_refs = refs[:count], refs[-count:]
+        pair, live = pl.program_id(1), jnp.arange(wide) < rows
+        b, head = pair // kv_heads, pair % kv_heads
+        node = plgpu.load(path_ref.at[b, pl.ds(0, wide)], mask=live, other=0)
+        first = start_ref[b]
+        for i in range(count):
+
+            @pl.when(pl.program_id(0) == i)
+            def _(new=new_refs[i], out=out_refs[i]):
+                dim = new.shape[-1]
+                whole = lambda x: jnp.broadcast_to(x, (wide, dim))
+                source = new.at[whole((pair * nodes + node)[:, None]), whole(jnp.arange(dim)[None])]
+                moved = plgpu.load(source, mask=whole(live[:, None]), other=0)
+                at = out.at[b, head, pl.ds(first, wide), :]
+                plgpu.store(at, moved, mask=whole(live[:, None]))
+
+    out = pl.pallas_call(
+        kernel,
+        grid=(count, batch * kv_heads),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in old],
+        input_output_aliases={2 + count + i: i for i in range(count)},
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="commit",
+    )(path, start, *new, *old)
+    return jax.tree.unflatten(jax.tree.structure(cache), out)
