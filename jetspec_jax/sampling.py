@@ -3,10 +3,13 @@
 The token at absolute position p is `argmax(logits / temperature + noise)`, with Gumbel noise that only the request's
 seed and p decide; at temperature 0 there is no noise. A token chosen so is an exact sample of
 softmax(logits / temperature), and because the noise belongs to the position, a tree that verifies many nodes chooses
-the very token that plain decoding with this seed would choose.
+the very token that plain decoding with this seed would choose. `processors.py` has the options that change the logits
+before.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +18,90 @@ from jaxtyping import Array, Float, Int, UInt32
 from jetspec_jax.config import MIN_TEMPERATURE
 
 
+class Penalties(NamedTuple):
+    """Of tokens that have been there; 1, 0 and 0 are off."""
+
+    repetition: jax.Array  # [B] f32, of prompt and output
+    presence: jax.Array  # [B] f32, of the output
+    frequency: jax.Array  # [B] f32, of the output, for each time
+
+
+class Bias(NamedTuple):
+    """Numbers added to the logits of some tokens; n is the longest list of the batch."""
+
+    token: jax.Array  # [B, n] int32, padded with -1
+    value: jax.Array  # [B, n] f32
+
+
+class Sampling(NamedTuple):
+    """How each row of a batch chooses, as arrays: changing their values compiles nothing.
+
+    An option that no row uses is None. Which are None is static, so an unused option is not part of the program.
+    """
+
+    temperature: jax.Array  # [B] f32
+    seed: jax.Array  # [B] uint32
+    top_k: jax.Array | None = None  # [B] int32, 0 keeps all
+    top_p: jax.Array | None = None  # [B] f32, 1 keeps all
+    min_p: jax.Array | None = None  # [B] f32, 0 keeps all
+    penalties: Penalties | None = None
+    bias: Bias | None = None
+    bad_words: jax.Array | None = None  # [B, n, m] int32: m tokens that must not come in a row; padded at the left: -1
+    min_length: jax.Array | None = None  # [B] int32: no end token at a position before it
+
+    @property
+    def greedy(self) -> jax.Array:
+        """[B] bool."""
+        return self.temperature < MIN_TEMPERATURE
+
+    @property
+    def scale(self) -> jax.Array:
+        """[B, 1, 1] f32, what logits are divided by."""
+        return jnp.where(self.greedy, 1.0, self.temperature)[:, None, None]
+
+    @property
+    def filters(self) -> bool:
+        """Whether some row drops tokens by rank or probability."""
+        return not (self.top_k is None and self.top_p is None and self.min_p is None)
+
+    @property
+    def edits(self) -> bool:
+        """Whether some row changes logits."""
+        return not (self.penalties is None and self.bias is None and self.bad_words is None and self.min_length is None)
+
+
 def noise(seed: UInt32[Array, ""], position: Int[Array, ""], vocab_size: int) -> Float[Array, " V"]:
     """Gumbel noise of one position, drawn 1-D over the vocabulary so that neither batch nor padding changes it."""
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
     return jax.random.gumbel(key, (vocab_size,), jnp.float32)
+
+
+def noise_rows(sampling: Sampling, first: Int[Array, " B"], span: int, vocab_size: int) -> Float[Array, "B R V"]:
+    """Noise of the positions first..first+span-1 of every row; zeros for greedy rows."""
+    positions = first[:, None] + jnp.arange(span)
+    rows = jax.vmap(jax.vmap(noise, (None, 0, None)), (0, 0, None))(sampling.seed, positions, vocab_size)
+    return jnp.where(sampling.greedy[:, None, None], 0.0, rows)
+
+
+def pick(
+    logits: Float[Array, "B T V"],
+    offsets: Int[Array, "B T"],
+    first: Int[Array, " B"],
+    sampling: Sampling,
+    span: int,
+    rows: Float[Array, "B R V"] | None = None,
+) -> Int[Array, "B T"]:
+    """The best token of every row; row t of batch row b stands at position first[b] + offsets[b, t].
+
+    Offsets lie in 0..span-1, so R = `span` noise rows serve all T: those given, else drawn only if some row samples.
+    """
+
+    def noisy():
+        drawn = noise_rows(sampling, first, span, logits.shape[-1]) if rows is None else rows
+        return jnp.argmax(logits / sampling.scale + jnp.take_along_axis(drawn, offsets[..., None], 1), axis=-1)
+
+    choice = jax.lax.cond(sampling.greedy.all(), lambda: jnp.argmax(logits, axis=-1), noisy)
+    return choice.astype(jnp.int32)
 
 
 def choose(
@@ -29,19 +112,26 @@ def choose(
     seed: UInt32[Array, " B"],
     span: int,
 ) -> Int[Array, "B T"]:
-    """The chosen token of every row; row t of batch row b stands at position first[b] + offsets[b, t].
+    """`pick` from temperatures and seeds alone."""
+    return pick(logits, offsets, first, Sampling(temperature, seed), span)
 
-    Offsets lie in 0..span-1, so `span` noise rows serve all T. Noise is drawn only if some row samples.
+
+def foresee(
+    logits: Float[Array, "B D V"], first: Int[Array, " B"], sampling: Sampling, sharpness: float
+) -> tuple[Float[Array, "B D V"], Float[Array, "B R V"]]:
+    """Draft logits under the noise that will decide the target's choice, and that noise, R = D + 1 rows from `first`.
+
+    If draft and target were equal, the target would choose the argmax. They differ by some error, and `sharpness` says
+    how small it is: softmax(sharpness * (logits / temperature + noise)) is how probable it is for each token to be the
+    target's choice, so that a sum of its logarithms along a path ranks paths. Greedy rows stay as they are.
     """
-    vocab = logits.shape[-1]
-    greedy = temperature < MIN_TEMPERATURE
+    depth, vocab = logits.shape[1:]
+    greedy = sampling.greedy
 
-    def sampled():
-        positions = first[:, None] + jnp.arange(span)
-        rows = jax.vmap(jax.vmap(noise, (None, 0, None)), (0, 0, None))(seed, positions, vocab)
-        rows = jnp.where(greedy[:, None, None], 0.0, rows)
-        scale = jnp.where(greedy, 1.0, temperature)[:, None, None]
-        return jnp.argmax(logits / scale + jnp.take_along_axis(rows, offsets[..., None], 1), axis=-1)
+    def noisy():
+        rows = noise_rows(sampling, first, depth + 1, vocab)
+        ranked = sharpness * (logits / sampling.scale + rows[:, :depth])
+        return jnp.where(greedy[:, None, None], logits, ranked), rows
 
-    choice = jax.lax.cond(greedy.all(), lambda: jnp.argmax(logits, axis=-1), sampled)
-    return choice.astype(jnp.int32)
+    silent = lambda: (logits, jnp.zeros((first.size, depth + 1, vocab)))
+    return jax.lax.cond(greedy.all(), silent, noisy)

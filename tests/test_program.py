@@ -16,6 +16,7 @@ from jetspec_jax.attention import CHUNK
 from jetspec_jax.config import SamplingConfig, TreeConfig
 from jetspec_jax.drafts import jetspec
 from jetspec_jax.models import qwen3
+from jetspec_jax.sampling import Sampling
 
 # B=2, S=8192: the cache is 100 times all else. The head's context is of another size, so that shapes tell them apart.
 BATCH, SLOTS, ROWS, DEPTH = 2, 8192, 8, 4
@@ -34,7 +35,7 @@ def compiled_rounds(builder: str):
     row = lambda dtype: jax.ShapeDtypeStruct((BATCH,), dtype)
     ints = row(jnp.int32)
     tokens, ends = (jax.ShapeDtypeStruct((BATCH, n), jnp.int32) for n in (16, 3))
-    asked = decoder.Request(tokens, ints, ints, ints, row(jnp.float32), row(jnp.uint32), ends)
+    asked = decoder.Request(tokens, ints, ints, ints, Sampling(row(jnp.float32), row(jnp.uint32)), ends)
     state = jax.eval_shape(functools.partial(decoder.prefill, static), weights, asked)
     program, _ = speculate.compiled(decoder.rounds, static, weights, state, jax.ShapeDtypeStruct((), jnp.int32))
     return program, state
