@@ -35,7 +35,7 @@ def _banned(target, option: SamplingConfig) -> tuple[tuple[int, ...], ...]:
         if isinstance(word, str):
             ids = [tuple(target.tokenizer.encode(text)) for text in (word, f" {word.lstrip()}")]
         else:
-            ids = [word]
+            ids = [tuple(word)]
         found += [i for i in ids if i and i not in found]
     return tuple(found)
 

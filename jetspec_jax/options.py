@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 TREE_BUILDERS = ("best_first", "accum_logp")
@@ -89,18 +89,18 @@ class SamplingConfig:
     max_new_tokens: int = 256
     temperature: float = 0.0
     seed: int = 0
-    eos: tuple[int, ...] | None = None
+    eos: Sequence[int] | None = None
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()  # kept as sorted pairs
-    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    logit_bias: Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]] = ()  # kept as sorted pairs
+    bad_words: Sequence[str | Sequence[int]] = ()
     min_new_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop_text: bool = False
     logprobs: bool = False
@@ -139,6 +139,7 @@ class SamplingConfig:
             raise ConfigError(f"stop_token_ids={self.stop_token_ids!r}: give a list of token ids")
         _check_budget("budget", self.budget)
         put = lambda name, value: object.__setattr__(self, name, value)  # frozen, and hashable from here on
+        put("eos", None if self.eos is None else tuple(self.eos))
         put("stop", self._stop())
         put("stop_token_ids", tuple(self.stop_token_ids))
         put("logit_bias", self._logit_bias())
@@ -152,7 +153,8 @@ class SamplingConfig:
 
     def _logit_bias(self) -> tuple[tuple[int, float], ...]:
         given = self.logit_bias
-        pairs = given.items() if isinstance(given, Mapping) else given if isinstance(given, tuple | list) else [None]
+        items = given.items() if isinstance(given, Mapping) else given
+        pairs: list[Any] = list(items) if isinstance(items, Iterable) else [items]
         try:  # the keys of a JSON object are text
             found = {int(token): float(value) for token, value in pairs if not isinstance(token, float | bool)}
         except (TypeError, ValueError):

@@ -157,23 +157,21 @@ def threshold(
         enough = jnp.where(above, weight[..., None, :], 0.0).sum(-1) >= need[..., None]
         enough &= probe < high[..., None]
         edges = jnp.concatenate([low[..., None], probe, high[..., None]], -1)
-        at = enough.sum(-1)[..., None]
+        at = enough.sum(-1, dtype=jnp.int32)[..., None]
         return tuple(jnp.take_along_axis(edges, at + i, -1)[..., 0] for i in (0, 1))
 
     bracket = _rank(jnp.full(need.shape, -jnp.inf)), _rank(scores.max(-1)) + 1
     return _number(jax.lax.fori_loop(0, 32 // bits, narrow, bracket)[0])
 
 
-SIGN = 1 << 31
-
-
 def _rank(x: Float[Array, "*n"]) -> UInt32[Array, "*n"]:
     """Unsigned integers in the order of the numbers."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    return jnp.where(bits >= SIGN, ~bits, bits | jnp.uint32(SIGN))
+    bits, sign = jax.lax.bitcast_convert_type(x, jnp.uint32), jnp.uint32(1 << 31)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
 def _number(rank: UInt32[Array, "*n"]) -> Float[Array, "*n"]:
     """The inverse of `_rank`."""
-    bits = jnp.where(rank >= SIGN, rank & jnp.uint32(SIGN - 1), ~rank)
+    sign = jnp.uint32(1 << 31)
+    bits = jnp.where(rank >= sign, rank & ~sign, ~rank)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)

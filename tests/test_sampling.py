@@ -110,11 +110,11 @@ def draw(static: Decoder, temperature: float, kind: str | None) -> tuple[np.ndar
 
 
 def p_value(tokens: np.ndarray, wanted: np.ndarray) -> float:
-    """Chi-square of joint counts; cells that expect fewer than 5 are pooled."""
+    """Chi-square of joint counts; cells that expect fewer than 5 are pooled, and those that are impossible left out."""
     cells = np.ravel_multi_index(tokens.T, wanted.shape)
     seen, expected = np.bincount(cells, minlength=wanted.size), wanted.ravel() * len(tokens)
     small = expected < 5
-    pool = lambda x: np.append(x[~small], x[small].sum()) if small.any() else x
+    pool = lambda x: np.append(x[~small], x[small].sum()) if wanted.ravel()[small].any() else x[~small]
     seen, expected = pool(seen), pool(expected)
     return stats.chisquare(seen, expected * seen.sum() / expected.sum()).pvalue
 
