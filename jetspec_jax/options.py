@@ -74,8 +74,8 @@ class SamplingConfig:
     presence_penalty: taken from the logits of tokens in the output, once.
     frequency_penalty: the same, once for each time.
     logit_bias: {token id: number added to its logit}.
-    bad_words: texts, or sequences of token ids, that the output will not contain. A text stands for its tokens at the
-        start of a line and behind a space.
+    bad_words: sequences of token ids that the output will not contain, or texts: they stand for their tokens at the
+        start of a line and behind a space. The same letters made of other tokens are not noticed.
     min_new_tokens: no end token, stop token or stop string before this many tokens.
     stop: texts that end the output.
     stop_token_ids: end tokens beside `eos`.
