@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 TREE_BUILDERS = ("best_first", "accum_logp")
 MIN_TEMPERATURE = 1e-4  # anything colder is greedy
 MAX_BUDGET = 1024  # a tree's mask and search grow with its square
-SHARPNESS = 0.7  # by measurement on the demo pair (docs/measurements.md)
+SHARPNESS = 0.85  # by measurement on the demo pair (docs/measurements.md), together with sampling.NOISE_SHARE
 
 
 class ConfigError(ValueError):
@@ -32,8 +32,8 @@ class TreeConfig:
     builder: `best_first` (the `budget` most probable nodes) or `accum_logp` (whole sibling groups, as the published
         engine builds them).
     sharpness: of a sampled request's candidates. The noise that will decide the target's choice is known before it is
-        made, so candidates are ranked by `sharpness * (draft logits / temperature + noise)`; 0 ranks them by the draft
-        logits alone. It decides how much of the output a round guesses, and never what the output is.
+        made, so candidates are ranked by `sharpness * (draft logits / temperature + 0.7 * noise)`; 0 ranks them by the
+        draft logits alone. It decides how much of the output a round guesses, and never what the output is.
     """
 
     budget: int | None = None

@@ -124,8 +124,9 @@ def main() -> int:
                 table.append(of | row)
                 low, high = row["interval_95"]
                 print(
-                    f"{of['set']:14} budget {budget:4} T {warm:g} sharpness {sharp:g}  "
-                    f"acceptance length {row['acceptance_length']:.2f} ({low:.2f}-{high:.2f})  {row['prompts']} prompts, {row['rounds']} rounds  {row.get('plain', '')}",
+                    f"{of['set']:14} budget {budget:4} T {warm:g} sharpness {sharp:g}  acceptance length "
+                    f"{row['acceptance_length']:.2f} ({low:.2f}-{high:.2f})  {row['prompts']} prompts, "
+                    f"{row['rounds']} rounds  {row.get('plain', '')}",
                     flush=True,
                 )
     except (ConfigError, OSError) as error:
