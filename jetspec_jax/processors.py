@@ -142,26 +142,34 @@ def threshold(
 ) -> Float[Array, "*rows"]:
     """The largest t for which the scores >= t weigh at least `need` > 0 together; -inf where even all do not.
 
-    A search among the floating-point numbers themselves, in the order of their bits: it ends at the exact value. A pass
-    splits the bracket in `ways`: two cost the least work, more make fewer passes where launches cost.
+    A search among the floating-point numbers themselves, in the order of their bits: it ends at the exact value. Each
+    pass over the scores splits the bracket in `ways`. Two are the least work; on an accelerator a pass costs its launch
+    and one reading of the scores, so that more ways make fewer passes.
     """
     bits = 1 if jax.default_backend() == "cpu" else 4
-    ways = jnp.uint32(1 << bits)
-    split = jnp.arange(1, 1 << bits, dtype=jnp.uint32)
+    ways = 1 << bits
 
     def narrow(_, bracket):
         low, high = bracket  # enough at low, too little at high
-        step = (high - low + ways - 1) // ways
-        probe = jnp.minimum(low[..., None] + step[..., None] * split, high[..., None])
-        above = scores[..., None, :] >= _number(probe)[..., None]
-        enough = jnp.where(above, weight[..., None, :], 0.0).sum(-1) >= need[..., None]
-        enough &= probe < high[..., None]
-        edges = jnp.concatenate([low[..., None], probe, high[..., None]], -1)
-        at = enough.sum(-1, dtype=jnp.int32)[..., None]
-        return tuple(jnp.take_along_axis(edges, at + i, -1)[..., 0] for i in (0, 1))
+        step = (high - low + jnp.uint32(ways - 1)) // jnp.uint32(ways)
+        probes = [jnp.minimum(low + step * jnp.uint32(i), high) for i in range(1, ways)]
+        masked = [jnp.where(scores >= _number(probe)[..., None], weight, 0.0) for probe in probes]
+        # One reduction of many operands, so that the scores are read once.
+        sums = jax.lax.reduce(masked, [jnp.float32(0)] * len(masked), _add, (scores.ndim - 1,))
+        for probe, found in zip(probes, sums, strict=True):
+            enough = (found >= need) & (probe < high)
+            low = jnp.where(enough, probe, low)  # probes ascend: the last that is enough
+        for probe, found in zip(reversed(probes), reversed(sums), strict=True):
+            high = jnp.where(found >= need, high, jnp.minimum(probe, high))  # and the first that is not
+        return low, high
 
     bracket = _rank(jnp.full(need.shape, -jnp.inf)), _rank(scores.max(-1)) + 1
     return _number(jax.lax.fori_loop(0, 32 // bits, narrow, bracket)[0])
+
+
+def _add(left, right):
+    """Of tuples."""
+    return [a + b for a, b in zip(left, right, strict=True)]
 
 
 def _rank(x: Float[Array, "*n"]) -> UInt32[Array, "*n"]:

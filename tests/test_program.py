@@ -120,6 +120,16 @@ def test_nothing_that_a_request_changes_compiles():
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
+def test_values_of_options_compile_nothing():
+    """Which options a batch uses is static, their values are not."""
+    first = {"top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1, "logit_bias": {3: 1.0}, "bad_words": [(1, 2)]}
+    generate(5, max_new_tokens=10, **first)
+    before = len(speculate._PROGRAMS)
+    others = {"top_p": 0.5, "top_k": 9, "presence_penalty": 0.3, "logit_bias": dict.fromkeys(range(4), -1.0)}
+    result = generate(7, 7, max_new_tokens=90, temperature=1.0, seed=3, bad_words=[(4, 5), (7, 8)], **others)
+    assert result.seconds["compile"] == 0 and len(speculate._PROGRAMS) == before
+
+
 def test_rounds_are_one_program_for_any_number():
     flight = speculate.start(STUB, HEAD, [1, 2, 3], TreeConfig(budget=5, width=4), SamplingConfig(max_new_tokens=60))
     before, counts = len(speculate._PROGRAMS), []
