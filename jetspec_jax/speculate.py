@@ -171,10 +171,9 @@ class Flight:
         longest = max(len(i) + s.max_new_tokens for i, s in zip(ids, sampling, strict=True))
         width = batch.power(max(map(len, ids)), 16)
         capacity = _capacity(max(longest, width) + (draft.depth if draft else 0) + 1)
+        sharpness = float(tree.sharpness) if draft else 0.0
         logprobs = any(o.logprobs for o in sampling)
-        self.decoder = Decoder(
-            target.model, draft, rows, capacity, tree.builder, tree.candidates, float(tree.sharpness), logprobs
-        )
+        self.decoder = Decoder(target.model, draft, rows, capacity, tree.builder, tree.candidates, sharpness, logprobs)
         self._params = {"target": target.params, "draft": head.params if draft else None}
         self._settings = {
             "rows": rows,
