@@ -33,10 +33,12 @@ flags.DEFINE_string("prompt_ids", None, "Prompt as token ids, e.g. 1,2,3; for ch
 flags.DEFINE_string(
     "prompt_file",
     None,
-    'JSONL: {"prompt": ...} or {"messages": [...]} a line; optional id, max_new_tokens, temperature, seed. '
-    "Prompts are decoded one after the other.",
+    'JSONL: {"prompt": ...} or {"messages": [...]} a line; optional id, and options of its own: max_new_tokens, '
+    "min_new_tokens, temperature, seed, top_k, top_p, min_p, the penalties, logit_bias, bad_words, stop, "
+    "stop_token_ids, ignore_eos, include_stop_text, logprobs, budget. Prompts are decoded one after the other.",
 )
 flags.DEFINE_integer("max_new_tokens", 256, "Most tokens to generate.")
+flags.DEFINE_integer("min_new_tokens", 0, "No end token, stop token or stop string before this many tokens.")
 flags.DEFINE_integer(
     "budget", None, "Tree nodes verified a round, root included; 1 is plain decoding. Default: 8 on a CPU, else 64."
 )
@@ -52,6 +54,27 @@ flags.DEFINE_enum(
 )
 flags.DEFINE_float("temperature", 0.0, "0 is greedy.")
 flags.DEFINE_integer("seed", 0, "Seed of sampling; in f32 a seed gives the same tokens with any method and budget.")
+flags.DEFINE_integer("top_k", 0, "Sample among the k largest logits (and what equals the k-th); 0 keeps all.")
+flags.DEFINE_float("top_p", 1.0, "Sample among the fewest tokens that have this probability together; 1 keeps all.")
+flags.DEFINE_float("min_p", 0.0, "Sample among tokens of at least this share of the largest probability.")
+flags.DEFINE_float("repetition_penalty", 1.0, "Of tokens in prompt or output, as transformers has it; 1 is off.")
+flags.DEFINE_float("presence_penalty", 0.0, "Taken from the logits of tokens in the output, once.")
+flags.DEFINE_float("frequency_penalty", 0.0, "Taken from the logits of tokens in the output, once for each time.")
+flags.DEFINE_string("logit_bias", None, "Added to logits: TOKEN_ID:NUMBER,... e.g. 5:1.5,7:-100.")
+flags.DEFINE_multi_string(
+    "bad_words", [], "A text whose tokens the output will not contain in a row, here or behind a space; repeatable."
+)
+flags.DEFINE_multi_string("stop", [], "A text that ends the output; repeatable.")
+flags.DEFINE_string("stop_token_ids", None, "Token ids that end the output, beside the target's own: 1,2,3.")
+flags.DEFINE_boolean("ignore_eos", False, "Go on behind the target's own end tokens.")
+flags.DEFINE_boolean("include_stop_text", False, "Keep the text of the stop string or stop token in the text.")
+flags.DEFINE_boolean("logprobs", False, "With --json: log-probability of each new token under the bare target.")
+flags.DEFINE_float(
+    "sharpness",
+    None,
+    "How far sampled drafts trust the known noise; 0 leaves it out. Changes the speed and never the output. "
+    "Default: by measurement.",
+)
 flags.DEFINE_boolean("chat", None, "Put the prompt through the chat template. Default: where there is one.")
 flags.DEFINE_boolean("stream", None, "Print text as it comes. Default: yes, unless --json or --trace.")
 flags.DEFINE_enum("dtype", None, ["float32", "bfloat16", "float16"], "Dtype of the weights. Default: the file's.")
@@ -59,7 +82,15 @@ flags.DEFINE_boolean("compare", False, "Also decode plainly; report whether the 
 flags.DEFINE_string("trace", None, "Store every round's draft logits, tree and accepted path in this .npz file.")
 flags.DEFINE_boolean("json", False, "Print one JSON object a prompt instead of text.")
 
-ROW_OPTIONS = "max_new_tokens", "temperature", "seed"
+PLAIN_OPTIONS = (
+    "max_new_tokens", "min_new_tokens", "temperature", "seed", "top_k", "top_p", "min_p", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "bad_words", "stop", "ignore_eos", "include_stop_text", "logprobs",
+)  # fmt: skip
+ROW_OPTIONS = *PLAIN_OPTIONS, "logit_bias", "stop_token_ids", "budget"
+REFUSED = {
+    "autoregressive": ("head", "budget", "width", "depth", "tree", "sharpness", "trace", "compare"),
+    "dflash": ("budget", "width", "tree"),
+}
 
 
 class UsageError(Exception):
@@ -71,7 +102,7 @@ def main(argv: list[str]) -> int:
     try:
         _parse(argv)
         tree, sampling = _configs()
-        ids = _prompt_ids()
+        ids = _ids("prompt_ids")
     except (flags.Error, UsageError) as error:
         return _fail(2, error)
 
@@ -140,14 +171,10 @@ def _configs():
         raise UsageError(f"{got}: give one of --prompt, --prompt_ids, --prompt_file")
     if FLAGS.prompt == "":
         raise UsageError("--prompt='': the prompt is empty; give at least one character")
-    refused = {
-        "autoregressive": ("head", "budget", "width", "depth", "tree", "trace", "compare"),
-        "dflash": ("budget", "width", "tree"),
-    }.get(FLAGS.method, ())
     for name in ("target", "head", "trace", "prompt_file"):
         if FLAGS[name].value == "":
             raise UsageError(f"--{name}='': the value is empty; name it, or leave the flag out")
-    for name in refused:
+    for name in REFUSED.get(FLAGS.method, ()):
         if FLAGS[name].present:
             raise UsageError(f"--{name} contradicts --method {FLAGS.method}; leave one of them out")
     if FLAGS.target is not None and FLAGS.head is None and FLAGS.method != "autoregressive":
@@ -156,11 +183,15 @@ def _configs():
         raise UsageError("--trace with --prompt_file: a trace holds one prompt; use --prompt or --prompt_ids")
     if FLAGS.stream and (FLAGS.json or FLAGS.trace):
         raise UsageError(f"--stream contradicts --{'json' if FLAGS.json else 'trace'}; leave one of them out")
+    if FLAGS.logprobs and not FLAGS.json:
+        raise UsageError("--logprobs without --json: only the JSON object has room for them; add --json")
     if FLAGS.chat is not None and FLAGS.prompt_ids is not None:
         raise UsageError("--chat with --prompt_ids: ids are taken as they are; leave --chat out")
     try:
-        tree = TreeConfig(FLAGS.budget, FLAGS.width, FLAGS.depth, FLAGS.tree or "best_first")
-        return tree, SamplingConfig(FLAGS.max_new_tokens, FLAGS.temperature, FLAGS.seed)
+        sharp = {} if FLAGS.sharpness is None else {"sharpness": FLAGS.sharpness}
+        tree = TreeConfig(FLAGS.budget, FLAGS.width, FLAGS.depth, FLAGS.tree or "best_first", **sharp)
+        options = {name: FLAGS[name].value for name in PLAIN_OPTIONS}
+        return tree, SamplingConfig(**options, logit_bias=_logit_bias(), stop_token_ids=_ids("stop_token_ids") or ())
     except ConfigError as error:
         raise UsageError(f"--{error}") from None
 
@@ -175,13 +206,30 @@ class Row:
     where: str = ""  # file and line
 
 
-def _prompt_ids() -> list[int] | None:
-    if FLAGS.prompt_ids is None:
+def _ids(name: str) -> list[int] | None:
+    """Token ids of a flag."""
+    value = FLAGS[name].value
+    if value is None:
         return None
-    words = FLAGS.prompt_ids.split(",")
+    words = value.split(",")
     if not all(word.strip().isdecimal() for word in words):
-        raise UsageError(f"--prompt_ids={FLAGS.prompt_ids!r}: give whole numbers with commas, e.g. 1,2,3")
+        raise UsageError(f"--{name}={value!r}: give whole numbers with commas, e.g. 1,2,3")
     return [int(word) for word in words]
+
+
+def _logit_bias() -> dict[int, float]:
+    if FLAGS.logit_bias is None:
+        return {}
+    words = FLAGS.logit_bias.split(",")
+    try:
+        bias = {int(token): float(value) for token, value in (word.split(":") for word in words)}
+    except ValueError:
+        bias = {}
+    if len(bias) != len(words):
+        raise UsageError(
+            f"--logit_bias={FLAGS.logit_bias!r}: give each id once, as TOKEN_ID:NUMBER,... e.g. 5:1.5,7:-2"
+        )
+    return bias
 
 
 def _rows(ids: list[int] | None, sampling) -> list[Row]:
@@ -227,10 +275,14 @@ def _row(line: str, where: str, sampling) -> Row:
         raise ConfigError(f"{where}: prompt must be text, messages a list of {{role, content}}")
     if prompt == "":
         raise ConfigError(f"{where}: the prompt is empty; give at least one character")
+    given = {name: raw[name] for name in ROW_OPTIONS if name in raw}
+    for name in REFUSED.get(FLAGS.method, ()):
+        if name in given:
+            raise ConfigError(f"{where}: {name} contradicts --method {FLAGS.method}; leave one of them out")
+    if given.get("logprobs") and not FLAGS.json:
+        raise ConfigError(f"{where}: logprobs without --json: only the JSON object has room for them; add --json")
     try:
-        return Row(
-            prompt, dataclasses.replace(sampling, **{k: raw[k] for k in ROW_OPTIONS if k in raw}), raw.get("id"), where
-        )
+        return Row(prompt, dataclasses.replace(sampling, **given), raw.get("id"), where)
     except (ConfigError, TypeError) as error:
         raise ConfigError(f"{where}: {error}") from None
 

@@ -14,6 +14,7 @@ from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
 from jetspec_jax.drafts import jetspec
 from jetspec_jax.drafts.jetspec import HeadState
 from jetspec_jax.models import qwen3
+from jetspec_jax.sampling import Sampling
 
 QWEN = {"norm_eps": 1e-6, "rope_theta": 1e6, "max_positions": 40960, "vocab_size": 151936, "head_dim": 128}
 
@@ -86,7 +87,7 @@ def state_at(static: decoder.Decoder, params: dict, length: int, batch: int, bud
     row = lambda value, dtype=jnp.int32: jnp.full((batch,), value, dtype)
     asked = decoder.Request(
         tokens=jnp.ones((batch, 16), jnp.int32), prompt_length=row(16), limit=row(static.capacity), budget=row(budget),
-        temperature=row(0.0, jnp.float32), seed=row(0, jnp.uint32), eos=jnp.full((batch, 8), -1, jnp.int32),
+        sampling=Sampling(None, row(0, jnp.uint32)), eos=jnp.full((batch, 8), -1, jnp.int32),
     )  # fmt: skip
     state = jax.jit(functools.partial(decoder.prefill, static), donate_argnums=())(params, asked)
     noise = jax.jit(lambda tree: jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape, x.dtype), tree))

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jetspec_jax import masks, sampling, speculate
-from jetspec_jax.config import MIN_TEMPERATURE, SamplingConfig
+from jetspec_jax import batch, masks, processors, sampling, speculate
+from jetspec_jax.config import SamplingConfig
 
 
 @dataclasses.dataclass
 class Difference:
     """Where two outputs part.
 
-    margin: gap between the two best (noisy) logits there, from a plain forward over the tokens that both share; std: of
-    the logits.
+    margin: gap between the two best scores there (logits as the options and the noise make them), from a plain forward
+    over the tokens that both share; where a filter dropped `token`, how far below the cut it lies. std: of the logits.
 
     In f32 a margin under 1e-4 std is a tie of rounding, not a defect.
     """
@@ -57,12 +57,22 @@ def first_difference(
     at = next((i for i, (a, b) in enumerate(shared) if a != b), min(len(plain), len(other)))
     pick = lambda ids: ids[at] if at < len(ids) else None
     logits = next_logits(target, [*prompt, *plain[:at]])
-    noisy = logits
-    if option.temperature >= MIN_TEMPERATURE:
-        noise = sampling.noise(jnp.uint32(option.seed), jnp.int32(len(prompt) + at), logits.size)
-        noisy = logits / option.temperature + noise
-    best = jax.lax.top_k(noisy, 2)[0]
-    return Difference(at, pick(plain), pick(other), float(best[0] - best[1]), float(logits.std()))
+    margin = _margin(target, prompt, plain[:at], pick(other), logits, option)
+    return Difference(at, pick(plain), pick(other), min(margin, float(jnp.finfo(jnp.float32).max)), float(logits.std()))
+
+
+def _margin(target, prompt, new, token: int | None, logits: jax.Array, option: SamplingConfig) -> float:
+    option, ids = batch.resolve(target, option), [*prompt, *new]
+    ask = batch.request([list(prompt)], [option], [1], len(prompt))
+    length = jnp.array([len(ids)])
+    past = processors.Past(jnp.array([ids], jnp.int32), ask.prompt_length, length, ask.eos)
+    counts = processors.committed(past, ask.sampling, logits.size)
+    scores = processors.edit(logits[None, None], past.tokens[:, -1:], past, ask.sampling, counts) / ask.sampling.scale
+    kept = processors.keep(scores, ask.sampling)
+    if token is not None and kept[0, 0, token] == -jnp.inf:
+        return float(jnp.where(kept == -jnp.inf, jnp.inf, kept).min() - scores[0, 0, token])
+    best = jax.lax.top_k((kept + sampling.noise_rows(ask.sampling, length, 1, logits.size))[0, 0], 2)[0]
+    return float(best[0] - best[1])
 
 
 def next_logits(target, ids: Sequence[int]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Frozen, validated descriptions of targets, heads, trees and sampling.
+"""Frozen, validated descriptions of targets and heads; those of trees and sampling come from `options.py`.
 
 Every class checks itself when it is made, so that a wrong value is refused with one line that names the option, the
 value and the valid range, before any array is touched. `ModelConfig` and `HeadConfig` read the `config.json` of a
@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
-from typing import Any, TypeGuard
+from typing import Any
 
-TREE_BUILDERS = ("best_first", "accum_logp")
-MIN_TEMPERATURE = 1e-4  # anything colder is greedy
-MAX_BUDGET = 1024  # a tree's mask and search grow with its square
+from jetspec_jax.options import MIN_TEMPERATURE, ConfigError, SamplingConfig, TreeConfig
+from jetspec_jax.options import whole as _whole
 
-
-class ConfigError(ValueError):
-    """A value that the user gave is wrong; the message is one line for the user."""
+__all__ = [
+    "MIN_TEMPERATURE",
+    "ConfigError",
+    "HeadConfig",
+    "MoEConfig",
+    "ModelConfig",
+    "SamplingConfig",
+    "TreeConfig",
+    "as_ids",
+    "default_taps",
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,62 +216,6 @@ class HeadConfig:
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class TreeConfig:
-    """The candidate tree of a round.
-
-    budget: rows that the target verifies, the root included; 1 is plain decoding. None lets the device decide.
-    width: candidates for each depth (`best_first`, default 64) or children of a node (`accum_logp`, default 7).
-    depth: longest drafted path; None is the head's block without the anchor.
-    builder: `best_first` (the `budget` most probable nodes) or `accum_logp` (whole sibling groups, as the published
-        engine builds them).
-    """
-
-    budget: int | None = None
-    width: int | None = None
-    depth: int | None = None
-    builder: str = "best_first"
-
-    def __post_init__(self):
-        if self.builder not in TREE_BUILDERS:
-            raise ConfigError(f"tree={self.builder!r}: choose one of {', '.join(TREE_BUILDERS)}")
-        for name in ("budget", "width", "depth"):
-            value = getattr(self, name)
-            if value is not None and not (_whole(value) and 1 <= value <= MAX_BUDGET):
-                raise ConfigError(f"{name}={value}: give a whole number in 1..{MAX_BUDGET}")
-
-    @property
-    def candidates(self) -> int:
-        """`width`, or its builder's default."""
-        return self.width or (64 if self.builder == "best_first" else 7)
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingConfig:
-    """How the next token is chosen and when to stop; one rule for plain and speculative decoding.
-
-    temperature: 0 (and anything under 1e-4) is greedy.
-    seed: with a position it fixes the noise of that position, so the output does not depend on batch or budget.
-    eos: end-token ids; None takes the target's own.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    seed: int = 0
-    eos: tuple[int, ...] | None = None
-
-    def __post_init__(self):
-        if not _whole(self.max_new_tokens) or self.max_new_tokens < 0:
-            raise ConfigError(f"max_new_tokens={self.max_new_tokens}: give a whole number >= 0")
-        number = isinstance(self.temperature, numbers.Real) and not isinstance(self.temperature, bool)
-        if not number or not 0 <= self.temperature <= 1e30:
-            raise ConfigError(f"temperature={self.temperature}: give a finite number >= 0 (0 is greedy)")
-        if not _whole(self.seed) or not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed={self.seed}: give a whole number in 0..{2**32 - 1}")
-        if self.eos is not None and not (isinstance(self.eos, tuple | list) and all(map(_whole, self.eos))):
-            raise ConfigError(f"eos={self.eos}: give a tuple of token ids, or None for the target's own")
-
-
 def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
     """Evenly spaced tapped layers, the formula of the published heads (36 layers, 5 taps: 1, 9, 17, 25, 33)."""
     if num_taps == 1:
@@ -279,10 +229,6 @@ def as_ids(value: Any, where: str = "config.json") -> tuple[int, ...]:
     if not all(_whole(i) for i in ids):
         raise ConfigError(f"{where}: eos_token_id is {value!r}; a token id or a list of them is needed")
     return tuple(ids)
-
-
-def _whole(value: Any) -> TypeGuard[int]:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _flag(raw: dict[str, Any], key: str, where: str) -> bool:

@@ -16,18 +16,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Int
 
 from jetspec_jax import cache as kv_cache
-from jetspec_jax import masks, sampling
+from jetspec_jax import masks, processors, sampling
 from jetspec_jax import tree as trees
 from jetspec_jax.drafts import Draft
 from jetspec_jax.models import Target
 from jetspec_jax.ops import XLA, Ops
+from jetspec_jax.options import SHARPNESS
+from jetspec_jax.sampling import Sampling
 from jetspec_jax.tree import Tree
-from jetspec_jax.verify import Accepted, accept
+from jetspec_jax.verify import Accepted, accept, settle
 
-RUNNING, STOP, LENGTH, NONFINITE = range(4)  # `State.reason`
+# `State.reason`: an end token, the limit, broken logits; TEXT, a stop string, is set by the host between rounds.
+RUNNING, STOP, LENGTH, NONFINITE, TEXT = range(5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,10 @@ class Decoder:
     """What is static in a decode loop; hashable, so that equal decoders share their compiled programs.
 
     rows: tree nodes T verified a round; a row's budget may be smaller. Without a draft it is 1.
-    capacity: cache slots S of a row. ops: how the loop's own parts are computed.
+    capacity: cache slots S of a row.
+    sharpness: of the draft's scores under the noise of sampled rows; 0 leaves the noise out.
+    logprobs: whether the log-probability of every committed token is recorded. ops: how the loop's own parts are
+    computed.
     """
 
     target: Target
@@ -44,6 +50,8 @@ class Decoder:
     capacity: int
     builder: str = "best_first"
     width: int = 64
+    sharpness: float = SHARPNESS
+    logprobs: bool = False
     ops: Ops = XLA
 
     def __post_init__(self):
@@ -63,8 +71,7 @@ class Request(NamedTuple):
     prompt_length: Int[Array, " B"]  # >= 1
     limit: Int[Array, " B"]  # prompt_length + max_new_tokens, cut to capacity - D - 1
     budget: Int[Array, " B"]
-    temperature: Float[Array, " B"]
-    seed: UInt32[Array, " B"]
+    sampling: Sampling
     eos: Int[Array, "B n"]  # padded with -1
 
 
@@ -76,21 +83,26 @@ class State(NamedTuple):
     prompt_length: jax.Array  # [B] int32
     limit: jax.Array  # [B] int32, length at which the row ends
     budget: jax.Array  # [B] int32, tree nodes of a round
-    temperature: jax.Array  # [B] f32
-    seed: jax.Array  # [B] uint32
+    sampling: Sampling
     eos: jax.Array  # [B, n] int32, end tokens, -1 where there are fewer
-    reason: jax.Array  # [B] int32: RUNNING, STOP, LENGTH or NONFINITE
+    reason: jax.Array  # [B] int32: RUNNING, STOP, LENGTH, NONFINITE or TEXT
     cache: kv_cache.Cache  # the target's K/V
     draft: Any  # the draft's own pytree, None without a draft
     rounds: jax.Array  # [B] int32, rounds that the row has run
     accept_lengths: jax.Array  # [B, S] int32, per round: agreed nodes + bonus, as verified
     tree_sizes: jax.Array  # [B, S] int32, per round
     emitted: jax.Array  # [B, S] int32, per round: tokens committed, after end token and limit
+    logprobs: jax.Array | None  # [B, S] f32 beside `tokens`: of committed tokens, None where they are not recorded
 
     @property
     def done(self) -> jax.Array:
         """[B] bool."""
         return self.reason != RUNNING
+
+    @property
+    def past(self) -> processors.Past:
+        """What the choice of the next tokens may look at."""
+        return processors.Past(self.tokens, self.prompt_length, self.length, self.eos)
 
 
 class Round(NamedTuple):
@@ -126,7 +138,6 @@ def prefill(decoder: Decoder, params: dict, request: Request) -> State:
 
     last = jnp.take_along_axis(out.hidden, request.prompt_length[:, None, None] - 1, 1)
     logits = target.logits(params["target"], last)
-    first = sampling.choose(logits, zeros[:, None], request.prompt_length, request.temperature, request.seed, span=1)
     records = jnp.zeros((batch, decoder.capacity), jnp.int32)
     state = State(
         tokens=jax.lax.dynamic_update_slice(records, tokens, (0, 0)),
@@ -134,8 +145,7 @@ def prefill(decoder: Decoder, params: dict, request: Request) -> State:
         prompt_length=request.prompt_length,
         limit=limit,
         budget=request.budget,
-        temperature=request.temperature,
-        seed=request.seed,
+        sampling=request.sampling,
         eos=request.eos,
         reason=jnp.where(limit > request.prompt_length, RUNNING, LENGTH).astype(jnp.int32),
         cache=cache,
@@ -144,8 +154,12 @@ def prefill(decoder: Decoder, params: dict, request: Request) -> State:
         accept_lengths=records,
         tree_sizes=records,
         emitted=records,
+        logprobs=jnp.zeros(records.shape) if decoder.logprobs else None,
     )
-    return _commit(state, first, jnp.ones_like(zeros), _finite(logits, zeros[:, None], first))[0]
+    root = trees.root(jnp.take_along_axis(tokens, request.prompt_length[:, None] - 1, 1)[:, 0])
+    counts = processors.committed(state.past, state.sampling, target.vocab_size)
+    first = _accept(state, root, masks.ancestors(root.parents, 0), logits, None, counts, 0)
+    return _commit(decoder, state, first, logits)[0]
 
 
 def step(decoder: Decoder, params: dict, state: State) -> State:
@@ -174,7 +188,8 @@ def traced_step(decoder: Decoder, params: dict, state: State) -> tuple[State, Ro
     past = state.length - 1
     anchor = jnp.take_along_axis(state.tokens, past[:, None], 1)[:, 0]
 
-    draft_logits, drafting = None, state.draft
+    counts = processors.committed(state.past, state.sampling, target.vocab_size)
+    draft_logits, drafting, noise = None, state.draft, None
     if draft:
         draft_logits, drafting = draft.propose(
             params["draft"],
@@ -184,8 +199,12 @@ def traced_step(decoder: Decoder, params: dict, state: State) -> tuple[State, Ro
             lambda tokens: target.embed(weights, tokens),
             lambda hidden: target.logits(weights, hidden),
         )
+        # What bends the target's choice bends the draft's guess of it: bias, penalties, and the noise.
+        ranked = processors.weigh(draft_logits, state.sampling, counts)
+        if decoder.sharpness:
+            ranked, noise = sampling.foresee(ranked, state.length, state.sampling, decoder.sharpness)
         tree = trees.build(
-            decoder.builder, decoder.width, decoder.rows, draft_logits, anchor, state.budget, decoder.ops.kernels
+            decoder.builder, decoder.width, decoder.rows, ranked, anchor, state.budget, decoder.ops.kernels
         )
     else:
         tree = trees.root(anchor)
@@ -194,11 +213,9 @@ def traced_step(decoder: Decoder, params: dict, state: State) -> tuple[State, Ro
     positions = past[:, None] + tree.depths
     out = target.forward(weights, tree.tokens, positions, ancestors, state.cache, past, draft.taps if draft else ())
     logits = target.logits(weights, out.hidden)
-    choice = sampling.choose(logits, tree.depths, state.length, state.temperature, state.seed, span=depth + 1)
-    accepted = accept(tree, ancestors, choice, depth)
+    accepted = _accept(state, tree, ancestors, logits, noise, counts, depth)
 
-    finite = _finite(logits, accepted.path, accepted.tokens)
-    old, (state, kept) = state, _commit(state, accepted.tokens, accepted.count, finite)
+    old, (state, kept) = state, _commit(decoder, state, accepted, logits)
     cache = decoder.ops.commit(old.cache, out.fresh, accepted.path, past)
     if draft:
         features = jnp.take_along_axis(out.taps, accepted.path[..., None], 1) if out.taps is not None else None
@@ -220,27 +237,67 @@ def traced_step(decoder: Decoder, params: dict, state: State) -> tuple[State, Ro
     return state, Round(draft_logits, tree, accepted, logits)
 
 
-def _finite(logits: jax.Array, nodes: jax.Array, chosen: jax.Array) -> jax.Array:
-    """[B, R]: the winning logit of each node is a number. NaN and +inf win every argmax, so one look tells the row."""
-    return jnp.isfinite(jax.vmap(lambda x, n, c: x[n, c])(logits, nodes, chosen))
+def _accept(
+    state: State,
+    tree: Tree,
+    ancestors: jax.Array,
+    logits: jax.Array,
+    noise: jax.Array | None,
+    counts: processors.Counts | None,
+    depth: int,
+) -> Accepted:
+    """The path on which the target agrees. `noise` [B, D + 1, V] where it has been drawn, counts of what is committed.
+
+    Without options that change logits every node's choice is one pass over its logits. With them, a pass guesses, and
+    only the nodes that the path visits have their row processed.
+    """
+    options, first = state.sampling, state.length
+    if not (options.edits or options.filters):
+        return accept(tree, ancestors, sampling.pick(logits, tree.depths, first, options, depth + 1, noise), depth)
+    if noise is None:
+        noise = sampling.noise_rows(options, first, depth + 1, logits.shape[-1])
+
+    def rule(path):
+        rows = jnp.take_along_axis(logits, path[..., None], 1)
+        line = jnp.take_along_axis(tree.tokens, path, 1)
+        best = processors.scores(rows, line, state.past, options, noise, counts)
+        return jnp.argmax(best, -1).astype(jnp.int32)
+
+    if depth == 0:
+        return accept(tree, ancestors, rule(jnp.zeros_like(tree.tokens)), depth)
+    weighed = processors.weigh(logits, options, counts)
+    guess = sampling.pick(weighed, tree.depths, first, options, depth + 1, noise)
+    return settle(tree, ancestors, guess, state.done, rule, depth)
 
 
-def _commit(state: State, tokens: jax.Array, count: jax.Array, finite: jax.Array) -> tuple[State, jax.Array]:
-    """Appends the first `count` of R tokens to the running rows; cut at the limit, then at the first end token."""
-    rows = tokens.shape[1]
+def _commit(decoder: Decoder, state: State, accepted: Accepted, logits: jax.Array) -> tuple[State, jax.Array]:
+    """Appends the accepted tokens of the running rows; cut at the limit, then at the first end token.
+
+    Returns the state and how many tokens were kept. A row in which the logit of a token to be kept is no finite number
+    ends: NaN and +inf win every argmax, so one look at the winners tells.
+    """
+    tokens, rows = accepted.tokens, accepted.tokens.shape[1]
     at = jnp.arange(rows)
-    kept = jnp.minimum(count, state.limit - state.length)
+    kept = jnp.minimum(accepted.count, state.limit - state.length)
     ends = (tokens[:, :, None] == state.eos[:, None, :]).any(-1) & (at < kept[:, None])
     kept = jnp.where(ends.any(1), jnp.argmax(ends, 1) + 1, kept)
-    broken = (~finite & (at < kept[:, None])).any(1)
+    won = jax.vmap(lambda x, n, c: x[n, c])(logits, accepted.path, tokens)
+    broken = (~jnp.isfinite(won) & (at < kept[:, None])).any(1)
     kept = jnp.where(state.done | broken, 0, kept).astype(jnp.int32)
     length = state.length + kept
 
     reason = jnp.where(ends.any(1), STOP, jnp.where(length >= state.limit, LENGTH, RUNNING))
     reason = jnp.where(broken, NONFINITE, reason)
     # R rows are always written: those behind `length` are overwritten by the next round or never read.
-    buffer = jax.vmap(lambda b, t, s: jax.lax.dynamic_update_slice(b, t, (s,)))(state.tokens, tokens, state.length)
-    return (
-        state._replace(tokens=buffer, length=length, reason=jnp.where(state.done, state.reason, reason)),
-        kept,
+    put = jax.vmap(lambda b, t, s: jax.lax.dynamic_update_slice(b, t, (s,)))
+    logprobs = state.logprobs
+    if logprobs is not None:
+        whole = jax.nn.logsumexp(jnp.take_along_axis(logits, accepted.path[..., None], 1), axis=-1)
+        logprobs = put(logprobs, won - whole, state.length)
+    state = state._replace(
+        tokens=put(state.tokens, tokens, state.length),
+        length=length,
+        reason=jnp.where(state.done, state.reason, reason),
+        logprobs=logprobs,
     )
+    return state, kept

@@ -19,10 +19,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jetspec_jax import batch
+from jetspec_jax.batch import check
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.decoder import (
     NONFINITE,
+    RUNNING,
     STOP,
+    TEXT,
     Decoder,
     Request,
     Round,
@@ -32,6 +36,7 @@ from jetspec_jax.decoder import (
     step,
     traced_step,
 )
+from jetspec_jax.stops import StopText
 
 __all__ = [
     "DecodeError",
@@ -41,6 +46,7 @@ __all__ = [
     "Result",
     "Round",
     "State",
+    "check",
     "generate",
     "prefill",
     "rounds",
@@ -53,8 +59,8 @@ __all__ = [
 # By measurement on the CPU (docs/measurements.md). On a GPU 16 won with the 135M demo target, which launches bound; 64
 # suits targets that memory bounds, and has not been measured with one yet.
 DEFAULT_BUDGET = {"cpu": 8, "gpu": 64, "tpu": 64}
-MAX_EOS = 8
 STREAM_ROUNDS = 4  # rounds between two looks of a stream
+STOP_ROUNDS = 8  # rounds between two looks for stop strings
 
 Prompt = str | Sequence[int]
 
@@ -70,6 +76,7 @@ class Result:
     text: str
     token_ids: list[int]  # the end token included where one ended the row
     finish_reason: str  # "stop" or "length"
+    stopped_by: str | int | None  # the stop string, end token or stop token; None at the limit
     prompt_tokens: int
     new_tokens: int
     rounds: int
@@ -80,6 +87,7 @@ class Result:
     seconds: dict[str, float]  # load, compile, prefill, decode; of the whole batch
     tokens_per_second: float  # of this row over the batch's decode time, the first token excluded
     settings: dict[str, Any]
+    logprobs: list[float] | None  # of `token_ids` under the target's own distribution; None unless asked for
 
     def to_json(self) -> dict[str, Any]:
         """A dict of plain values."""
@@ -117,7 +125,8 @@ def generate(
       DecodeError: the target's logits are not finite.
     """
     flight = start(target, head, prompts, tree, sampling, chat)
-    flight.advance(flight.decoder.capacity)
+    while not flight.over():
+        flight.advance(STOP_ROUNDS if any(flight.texts) else flight.decoder.capacity)
     results = flight.results()
     return results[0] if flight.single else results
 
@@ -131,57 +140,70 @@ def stream(
     chat: bool | None = None,
 ) -> Iterator[Piece]:
     """Yields text as it comes; the pieces join to the text of `generate`. Never half a character."""
-    flight = start(target, head, [prompt], tree, sampling, chat)
-    text = target.tokenizer.stream_decoder() if target.tokenizer else None
-    seen = 0
+    flight = start(target, head, [prompt], tree, sampling, chat, watch=True)
+    text, shown, seen = flight.texts[0], 0, 0
     while True:
         ids = flight.new_ids()[0]
         fresh, seen = ids[seen:], len(ids)
         result = flight.results()[0] if flight.over() else None
-        shown = fresh[:-1] if result and result.finish_reason == "stop" else fresh
-        piece = "" if text is None else text.push(shown) + (text.finish() if result else "")
-        yield Piece(piece, fresh, result)
+        whole = text.settled if text else ""
+        yield Piece(whole[shown:], fresh, result)
         if result:
             return
+        shown = len(whole)
         flight.advance(STREAM_ROUNDS)
 
 
 class Flight:
     """A batch on the device: its static decoder, its state, and the time it took. Made by `start`."""
 
-    def __init__(self, target, head, ids, sampling, tree: TreeConfig, single: bool):
+    def __init__(self, target, head, ids, sampling, tree: TreeConfig, single: bool, watch: bool):
         self.single, self._target, self._ids = single, target, ids
-        budget = int(tree.budget or DEFAULT_BUDGET[jax.default_backend()])
+        usual = int(tree.budget or DEFAULT_BUDGET[jax.default_backend()])
+        budgets = [o.budget or usual for o in sampling]
+        budget = max(budgets)
         draft = None if head is None or budget == 1 else head.draft
-        rows = _bucket(budget, 2) if draft else 1
+        rows = batch.power(budget, 2) if draft else 1
         if head is not None and (tree.depth or 0) > head.draft.depth:
             raise ConfigError(f"depth={tree.depth}: this head drafts at most {head.draft.depth} positions a round")
         if draft:  # no path is longer than the tree has rows
             draft = dataclasses.replace(draft, depth=min(tree.depth or draft.depth, rows - 1))
         longest = max(len(i) + s.max_new_tokens for i, s in zip(ids, sampling, strict=True))
-        width = _bucket(max(map(len, ids)), 16)
+        width = batch.power(max(map(len, ids)), 16)
         capacity = _capacity(max(longest, width) + (draft.depth if draft else 0) + 1)
-        self.decoder = Decoder(target.model, draft, rows, capacity, tree.builder, tree.candidates, target.model.ops)
+        sharpness = float(tree.sharpness) if draft else 0.0
+        logprobs = any(o.logprobs for o in sampling)
+        self.decoder = Decoder(
+            target.model, draft, rows, capacity, tree.builder, tree.candidates, sharpness, logprobs, target.model.ops
+        )
         self._params = {"target": target.params, "draft": head.params if draft else None}
         self._settings = {
-            "budget": budget if draft else 1,
             "rows": rows,
             "tree": tree.builder,
             "width": min(tree.candidates, max(rows - 1, 1)),
             "depth": self.decoder.depth,
+            "sharpness": self.decoder.sharpness,
             "batch": len(ids),
             "capacity": capacity,
             "dtype": str(target.dtype),
             "device": jax.devices()[0].device_kind,
         }
         self._sampling = sampling
+        self._budgets = [b if draft else 1 for b in budgets]
+        self.texts = [
+            StopText(target.tokenizer, o.stop, o.include_stop_text, o.min_new_tokens)
+            if target.tokenizer and (watch or o.stop)
+            else None
+            for o in sampling
+        ]  # of rows whose text must be read while they run
         self.seconds = {"load": target.seconds + (head.seconds if head else 0.0), "compile": 0.0}
 
-        request = _request(ids, sampling, budget, width)
+        request = batch.request(ids, sampling, budgets, width)
         program = self._compile(prefill, self._params, request)
         begin = time.perf_counter()
         self.state: State = jax.block_until_ready(program(self._params, request))
         self.seconds |= {"prefill": time.perf_counter() - begin, "decode": 0.0}
+        self._read()
 
     def advance(self, n: int) -> None:
         """Runs at most n rounds in one launch."""
@@ -190,6 +212,7 @@ class Flight:
         begin = time.perf_counter()
         self.state = jax.block_until_ready(program(*args))
         self.seconds["decode"] += time.perf_counter() - begin
+        self._read()
 
     def trace(self) -> Round:
         """Runs one round and returns what it did, beside the state."""
@@ -198,6 +221,7 @@ class Flight:
         begin = time.perf_counter()
         self.state, done = jax.block_until_ready(program(*args))
         self.seconds["decode"] += time.perf_counter() - begin
+        self._read()
         return done
 
     def new_ids(self) -> list[list[int]]:
@@ -222,14 +246,22 @@ class Flight:
                 "try --dtype float32 or bfloat16"
             )
         ids = s.tokens[row, s.prompt_length[row] : s.length[row]].tolist()
-        stopped = s.reason[row] == STOP
+        by_token, by_text, watched = bool(s.reason[row] == STOP), s.reason[row] == TEXT, self.texts[row]
         count = int(s.rounds[row])
         accepted = s.accept_lengths[row, :count].tolist()
         decode, options = self.seconds["decode"], self._sampling[row]
+        text, logprobs = "", None
+        if watched:
+            text = watched.settled
+        elif self._target.tokenizer:
+            text = self._target.tokenizer.decode(self._shown(ids, row, by_token))
+        if options.logprobs and s.logprobs is not None:
+            logprobs = s.logprobs[row, s.prompt_length[row] : s.length[row]].tolist()
         return Result(
-            text=self._target.tokenizer.decode(ids[:-1] if stopped else ids) if self._target.tokenizer else "",
+            text=text,
             token_ids=ids,
-            finish_reason="stop" if stopped else "length",
+            finish_reason="stop" if by_token or by_text else "length",
+            stopped_by=ids[-1] if by_token else watched.found if watched else None,
             prompt_tokens=len(self._ids[row]),
             new_tokens=len(ids),
             rounds=count,
@@ -239,8 +271,33 @@ class Flight:
             tree_sizes=s.tree_sizes[row, :count].tolist(),
             seconds=dict(self.seconds),
             tokens_per_second=max(len(ids) - 1, 0) / decode if decode else 0.0,
-            settings=self._settings | {"temperature": options.temperature, "seed": options.seed},
+            settings=self._settings | {"budget": self._budgets[row]} | _settings(options),
+            logprobs=logprobs,
         )
+
+    def _shown(self, ids: list[int], row: int, by_token: bool) -> list[int]:
+        """The ids that make the text: without the end token, unless it is asked for."""
+        return ids[:-1] if by_token and not self._sampling[row].include_stop_text else ids
+
+    def _read(self) -> None:
+        """Brings the texts up to date; ends the rows that have met a stop string at the token that completes it.
+
+        What such a row has computed behind it is taken back: its length, its rounds, and what the last of them emitted.
+        """
+        if not any(self.texts):
+            return
+        ids, reasons = self.new_ids(), jax.device_get(self.state.reason)
+        ended = {}
+        for row, text in enumerate(self.texts):
+            if text is None or text.over:
+                continue
+            text.push(self._shown(ids[row], row, bool(reasons[row] == STOP))[text.count :])
+            if text.found is not None:
+                ended[row] = text.count
+            if reasons[row] != RUNNING:
+                text.finish()
+        if ended:
+            self.state = _cut(self.state, ended)
 
     def _compile(self, function, *args):
         program, seconds = compiled(function, self.decoder, *args)
@@ -248,8 +305,11 @@ class Flight:
         return program
 
 
-def start(target, head, prompts, tree=None, sampling=None, chat=None) -> Flight:
-    """Checks everything, prefills, and returns the batch in flight; arguments as of `generate`."""
+def start(target, head, prompts, tree=None, sampling=None, chat=None, watch: bool = False) -> Flight:
+    """Checks everything, prefills, and returns the batch in flight; arguments as of `generate`.
+
+    watch: keep the text of every row up to date, as streaming needs it.
+    """
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral))
     prompts = [prompts] if single else list(prompts)
     if not prompts:
@@ -258,11 +318,11 @@ def start(target, head, prompts, tree=None, sampling=None, chat=None) -> Flight:
     options = [sampling] * len(prompts) if isinstance(sampling, SamplingConfig) else list(sampling)
     if len(options) != len(prompts):
         raise ConfigError(f"sampling: {len(options)} configurations for {len(prompts)} prompts; give one, or one each")
-    options = [o if o.eos is not None else dataclasses.replace(o, eos=target.eos) for o in options]
     ids = [prompt_ids(target, prompt, chat) for prompt in prompts]
     for row, option in zip(ids, options, strict=True):
         check(target, row, option)
-    return Flight(target, head, ids, options, tree or TreeConfig(), single)
+    options = [batch.resolve(target, option) for option in options]
+    return Flight(target, head, ids, options, tree or TreeConfig(), single, watch)
 
 
 def prompt_ids(target, prompt: Prompt, chat: bool | None = None) -> list[int]:
@@ -283,45 +343,32 @@ def prompt_ids(target, prompt: Prompt, chat: bool | None = None) -> list[int]:
     return target.tokenizer.encode_chat([{"role": "user", "content": prompt}])
 
 
-def check(target, ids: list[int], option: SamplingConfig) -> None:
-    """Raises ConfigError where a prompt and its options do not fit the target."""
-    if not ids:
-        raise ConfigError("prompt: no tokens; give at least one")
-    vocab, limit = target.model.vocab_size, target.config.max_positions
-    bad = [i for i in ids if not 0 <= i < vocab]
-    if bad:
-        raise ConfigError(f"prompt_ids: {bad[0]} is not a token; ids are 0..{vocab - 1}")
-    if len(ids) > limit:
-        raise ConfigError(f"prompt: {len(ids)} tokens, and the target's context is {limit}; shorten the prompt")
-    if len(ids) + option.max_new_tokens > limit:
-        raise ConfigError(
-            f"max_new_tokens={option.max_new_tokens}: with a prompt of {len(ids)} tokens that is "
-            f"{len(ids) + option.max_new_tokens}, and the target's context is {limit}; "
-            f"give at most {limit - len(ids)}"
-        )
-    if len(option.eos or ()) > MAX_EOS:
-        raise ConfigError(f"eos: {len(option.eos or ())} end tokens; at most {MAX_EOS} are supported")
+def _settings(option: SamplingConfig) -> dict[str, Any]:
+    """What a result says of its options: temperature and seed, and whatever was set."""
+    given = dataclasses.asdict(option)
+    usual = {"temperature", "seed"}
+    hidden = {"max_new_tokens", "eos", "budget"}
+    return {k: v for k, v in given.items() if k in usual or (k not in hidden and v != getattr(SamplingConfig, k))}
 
 
-def _request(ids, sampling, budget: int, width: int) -> Request:
-    """Right-padded arrays; the batch is padded to a power of two with rows that end before their first round."""
-    spare = _bucket(len(ids), 1) - len(ids)
-    limits = [len(i) + s.max_new_tokens for i, s in zip(ids, sampling, strict=True)]
-    ints = lambda rows, fill: jnp.array([*rows, *[fill] * spare], jnp.int32)
-    return Request(
-        tokens=ints([i + [0] * (width - len(i)) for i in ids], [0] * width),
-        prompt_length=ints(map(len, ids), 1),
-        limit=ints(limits, 1),
-        budget=ints([budget] * len(ids), 1),
-        temperature=jnp.array([s.temperature for s in sampling] + [0.0] * spare, jnp.float32),
-        seed=jnp.array([s.seed for s in sampling] + [0] * spare, jnp.uint32),
-        eos=ints([[*(s.eos or ()), *[-1] * MAX_EOS][:MAX_EOS] for s in sampling], [-1] * MAX_EOS),
-    )
-
-
-def _bucket(size: int, smallest: int) -> int:
-    """The next power of two."""
-    return max(smallest, 1 << (size - 1).bit_length())
+def _cut(state: State, ended: dict[int, int]) -> State:
+    """The state with some rows ended after that many new tokens, and the records of their rounds cut accordingly."""
+    names = ("length", "reason", "rounds", "accept_lengths", "tree_sizes", "emitted")
+    arrays: dict[str, Any] = {name: jax.device_get(getattr(state, name)).copy() for name in names}
+    first = jax.device_get(state.prompt_length)
+    for row, kept in ended.items():
+        emitted = arrays["emitted"][row]
+        total = 1 + emitted.cumsum()  # the first token is that of prefill
+        count = int((total < kept).sum()) + 1 if kept > 1 else 0  # rounds that emitted something of what is kept
+        if count:
+            emitted[count - 1] -= total[count - 1] - kept
+        for name in ("accept_lengths", "tree_sizes", "emitted"):
+            arrays[name][row, count:] = 0
+        arrays["rounds"][row], arrays["reason"][row] = count, TEXT
+        arrays["length"][row] = first[row] + kept
+    for name, value in arrays.items():
+        arrays[name] = jnp.asarray(value)
+    return state._replace(**arrays)
 
 
 def _capacity(slots: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -31,3 +32,36 @@ def accept(tree: Tree, ancestors: Bool[Array, "B T T"], choice: Int[Array, "B T"
     path = jnp.argmax(at_depth, axis=-1)
     count = jnp.take_along_axis(tree.depths, best[:, None], 1)[:, 0] + 1
     return Accepted(path, jnp.take_along_axis(choice, path, 1), count)
+
+
+def settle(
+    tree: Tree,
+    ancestors: Bool[Array, "B T T"],
+    guess: Int[Array, "B T"],
+    skip: Bool[Array, " B"],
+    rule: Callable[[jax.Array], jax.Array],
+    depth: int,
+) -> Accepted:
+    """`accept` where the choice at a node costs too much to make it at every node.
+
+    rule: nodes of a path [B, D + 1], root first, -> the choice at each. A node's choice depends on the tree alone, so
+        it is made once: the rule runs over the path that the guessed choices agree on, then again while the path that
+        it corrected leads to nodes that it has not seen. With good guesses that is once a round.
+    skip: rows whose result does not matter.
+    """
+
+    def ahead(choice, known):
+        found = accept(tree, ancestors, choice, depth)
+        open_ = (jnp.arange(depth + 1) < found.count[:, None]) & ~jnp.take_along_axis(known, found.path, 1)
+        return found, open_ & ~skip[:, None]
+
+    def correct(carry):
+        choice, known, found, open_ = carry
+        node = jnp.where(open_, found.path, choice.shape[1])  # what is no part of the path is dropped
+        put = jax.vmap(lambda x, n, value: x.at[n].set(value, mode="drop"))
+        choice, known = put(choice, node, rule(found.path)), put(known, node, open_)
+        return choice, known, *ahead(choice, known)
+
+    known = jnp.zeros_like(guess, bool)
+    start = (guess, known, *ahead(guess, known))
+    return jax.lax.while_loop(lambda carry: carry[-1].any(), correct, start)[2]

@@ -139,3 +139,39 @@ def head_hidden(config, params, block, features) -> np.ndarray:
         gate, up = (z @ p(layer, "gate_up")[:, i] for i in range(2))
         h = h + (silu(gate) * up) @ p(layer, "down")
     return rms_norm(h, p(params, "norm"), config.norm_eps)
+
+
+def processed(logits, context, prompt_length: int, option, ends=()) -> np.ndarray:
+    """f64 scores [V] of the next token behind `context` (prompt + output): transformers' processors, one by one, and
+    the two OpenAI penalties behind the repetition penalty. Dropped tokens have -inf; equal logits stay together."""
+    scores = np.asarray(logits, np.float64).copy()
+    for token, value in option.logit_bias:
+        scores[token] += value
+    for token in set(context):
+        worse = scores[token] * option.repetition_penalty if scores[token] < 0 else None
+        scores[token] = scores[token] / option.repetition_penalty if worse is None else worse
+    output = list(context[prompt_length:])
+    for token in set(output):
+        scores[token] -= option.presence_penalty + option.frequency_penalty * output.count(token)
+    for word in option.bad_words:
+        size = len(word) - 1
+        if size == 0 or (len(context) >= size and tuple(context[-size:]) == tuple(word[:-1])):
+            scores[word[-1]] = -np.inf
+    if len(output) < option.min_new_tokens:
+        scores[list(ends)] = -np.inf
+    if option.temperature < 1e-4:
+        return scores
+    scores = scores / option.temperature
+    drop = lambda which: np.where(which, -np.inf, scores)
+    if option.top_k:
+        scores = drop(scores < np.sort(scores)[-min(option.top_k, scores.size)])
+    if option.top_p < 1:
+        above = np.array([softmax(scores)[scores > x].sum() for x in scores])
+        scores = drop(above >= option.top_p)
+    return drop(softmax(scores) < option.min_p * softmax(scores).max())
+
+
+def softmax(scores) -> np.ndarray:
+    """Of one row, in f64."""
+    weight = np.exp(scores - scores.max())
+    return weight / weight.sum()

@@ -2,9 +2,11 @@
 
 import json
 import pathlib
+import shutil
 
 import numpy as np
 import pytest
+import test_tokenizer
 from absl.testing import flagsaver
 
 import decode
@@ -103,6 +105,63 @@ def test_sampling_gives_the_same_tokens_with_and_without_a_draft(capsys):
     assert json.loads(plain)["token_ids"] == json.loads(tree)["token_ids"]
 
 
+def test_all_options_give_the_tokens_of_plain_decoding(capsys):
+    common = (*ids([11, 12, 17]), "--max_new_tokens=24", "--temperature=1", "--seed=7", "--json", "--logprobs")
+    common += ("--top_k=20", "--top_p=0.95", "--min_p=0.01", "--repetition_penalty=1.2", "--presence_penalty=0.3")
+    common += ("--frequency_penalty=0.1", "--logit_bias=5:1.5,7:-100", "--min_new_tokens=4", "--stop_token_ids=9,10")
+    _, plain, _ = run(capsys, "--target", PAIR / "target", "--method=autoregressive", "--ignore_eos", *common)
+    status, tree, _ = run(capsys, *pair(), "--budget=16", "--ignore_eos", "--compare", *common)
+    got, plain = json.loads(tree), json.loads(plain)
+    assert status == 0 and got["compare"]["equal"] and got["token_ids"] == plain["token_ids"]
+    np.testing.assert_allclose(got["logprobs"], plain["logprobs"], atol=1e-4)
+    assert len(got["logprobs"]) == got["new_tokens"] and 7 not in got["token_ids"]
+    assert got["settings"]["top_p"] == 0.95 and got["settings"]["ignore_eos"] is True
+
+
+@pytest.fixture
+def speaking(tmp_path):
+    """The pair with a tokenizer: its 64 ids are three special tokens and characters."""
+    target = tmp_path / "target"
+    shutil.copytree(PAIR / "target", target, copy_function=shutil.copyfile)
+    test_tokenizer.make(target, template=None)
+    return "--target", target, "--head", PAIR / "head"
+
+
+def test_stop_strings_and_streams(capsys, speaking):
+    common = (*speaking, *ids([11, 12, 17]), "--max_new_tokens=24", "--budget=16", "--ignore_eos")
+    text = json.loads(run(capsys, *common, "--json")[1])["text"]
+    stop = text[6:8]
+    cut = text[: text.index(stop)]
+    status, out, _ = run(capsys, *common, "--json", f"--stop={stop}", "--stop=never", "--compare")
+    got = json.loads(out)
+    assert (status, got["text"], got["finish_reason"], got["stopped_by"]) == (0, cut, "stop", stop)
+    assert got["compare"]["equal"]
+    assert run(capsys, *common, f"--stop={stop}", "--include_stop_text")[1] == cut + stop + "\n"
+    assert run(capsys, *common, f"--stop={stop}", "--nostream")[1] == cut + "\n"
+
+
+def test_rows_of_a_file_have_options_of_their_own(capsys, speaking, tmp_path, monkeypatch):
+    monkeypatch.setattr(speculate, "prompt_ids", lambda target, prompt, chat=None: [11, 12, 17])
+    given = [
+        {},
+        {"temperature": 1.0, "seed": 3, "top_p": 0.9, "top_k": 30, "budget": 4},
+        {"stop_token_ids": [5], "logit_bias": {"5": 100.0}, "logprobs": True},
+        {"bad_words": [[40], [41, 42]], "repetition_penalty": 1.5, "max_new_tokens": 9, "min_new_tokens": 9},
+    ]
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(json.dumps({"id": i, "prompt": "x"} | o) + "\n" for i, o in enumerate(given)))
+    common = ("--prompt_file", file, "--json", "--max_new_tokens=12", "--ignore_eos")
+    status, out, _ = run(capsys, *speaking, "--budget=16", *common)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and [row["id"] for row in rows] == [0, 1, 2, 3]
+    assert [row["new_tokens"] for row in rows] == [12, 12, 1, 9]
+    assert [row["settings"]["budget"] for row in rows] == [16, 4, 16, 16] and max(rows[1]["tree_sizes"]) == 4
+    assert rows[2]["stopped_by"] == 5 and len(rows[2]["logprobs"]) == 1 and rows[0]["logprobs"] is None
+    assert 40 not in rows[3]["token_ids"]
+    status, _, err = run(capsys, *speaking[:2], "--method=autoregressive", *common)
+    assert status == 1 and "p.jsonl:2: budget contradicts --method autoregressive" in err
+
+
 def test_dflash_is_the_chain_of_a_bidirectional_head(capsys):
     folder = FIXTURES / "dense_bidirectional"
     case = json.loads((folder / "expected.json").read_text())["cases"][0]
@@ -160,6 +219,20 @@ FLAG_MISTAKES = [
     (["--prompt_ids", "1,x"], "--prompt_ids='1,x'"),
     (["--prompt_ids", ""], "--prompt_ids=''"),
     (["--prompt_ids", "1,-1"], "whole numbers"),
+    (["--prompt", "x", "--top_p", "0"], "top_p=0"),
+    (["--prompt", "x", "--top_k", "-1"], "top_k=-1"),
+    (["--prompt", "x", "--min-p", "2"], "min_p=2"),
+    (["--prompt", "x", "--repetition_penalty", "0"], "repetition_penalty=0"),
+    (["--prompt", "x", "--presence_penalty", "inf"], "presence_penalty=inf"),
+    (["--prompt", "x", "--logit_bias", "3"], "TOKEN_ID:NUMBER"),
+    (["--prompt", "x", "--logit_bias", "3:1,3:2"], "each id once"),
+    (["--prompt", "x", "--stop_token_ids", "a"], "--stop_token_ids='a'"),
+    (["--prompt", "x", "--stop", ""], "stop"),
+    (["--prompt", "x", "--bad_words", ""], "bad_words"),
+    (["--prompt", "x", "--min_new_tokens", "9", "--max_new_tokens", "8"], "min_new_tokens=9 contradicts"),
+    (["--prompt", "x", "--logprobs"], "--json"),
+    (["--prompt", "x", "--sharpness", "-1"], "sharpness=-1"),
+    (["--prompt", "x", "--method", "autoregressive", "--sharpness", "1"], "contradicts"),
 ]
 
 
@@ -184,6 +257,10 @@ def test_wrong_files_end_with_status_1_and_one_line(capsys, tmp_path):
         ('{"prompt": "x", "top_q": 3}', "unknown key 'top_q'"),
         ('{"prompt": "x", "max_new_tokens": -2}', "max_new_tokens=-2"),
         ('{"prompt": "x", "temperature": "hot"}', "temperature"),
+        ('{"prompt": "x", "top_p": 7}', "top_p=7"),
+        ('{"prompt": "x", "logit_bias": {"a": 1}}', "logit_bias"),
+        ('{"prompt": "x", "min_new_tokens": 300}', "min_new_tokens=300 contradicts max_new_tokens=256"),
+        ('{"prompt": "x", "logprobs": true}', "--json"),
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
     ]
@@ -193,6 +270,10 @@ def test_wrong_files_end_with_status_1_and_one_line(capsys, tmp_path):
         ([*pair(), "--prompt_ids", "1", "--depth", "9", "--budget", "1"], "depth=9"),
         ([*pair(), "--prompt_ids", "1", "--max_new_tokens", "4096"], "4096"),
         ([*pair(), "--prompt", "x"], "no tokenizer"),
+        ([*pair(), "--prompt_ids", "1", "--stop", "x"], "stop='x'"),
+        ([*pair(), "--prompt_ids", "1", "--bad_words", "x"], "bad_words='x'"),
+        ([*pair(), "--prompt_ids", "1", "--stop_token_ids", "64"], "stop_token_ids: 64"),
+        ([*pair(), "--prompt_ids", "1", "--logit_bias", "99:1"], "logit_bias: 99"),
         ([*pair(), "--prompt_file", empty], "no prompt"),
         ([*pair(), "--prompt_file", tmp_path / "none.jsonl"], "none.jsonl"),
         ([*pair(), "--prompt_file", latin], "not UTF-8"),

@@ -12,28 +12,17 @@ PACKAGE = ROOT / "jetspec_jax"
 
 # Arrows point downward or stay on a floor, and never in a circle. A new module gets its line here.
 FLOORS = [
-    {"config", "numerics", "rope", "cache", "masks", "moe", "sampling", "tree", "tokenizer", "sharding", "kernels"},
+    {"config", "numerics", "rope", "cache", "masks", "moe", "sampling", "tree", "tokenizer", "sharding", "kernels"}
+    | {"options", "processors", "stops"},
     {"attention", "ops", "verify", "checkpoint", "gguf_file"},
-    {"models", "drafts", "decoder", "speculate"},
+    {"models", "drafts", "decoder", "batch", "speculate"},
     {"load", "baseline", "trace", "demo"},
     {"training", "evals", "serve"},
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
-CORE = {
-    "config",
-    "numerics",
-    "rope",
-    "cache",
-    "masks",
-    "attention",
-    "moe",
-    "tree",
-    "sampling",
-    "verify",
-    "kernels",
-    "ops",
-}
-CORE |= {"kernels", "ops", "decoder", "speculate", "baseline", "models", "drafts"}  # of the last two only the protocols
+CORE = {"config", "numerics", "rope", "cache", "masks", "attention", "moe", "tree", "sampling", "verify"}
+CORE |= {"kernels", "ops", "options", "processors", "stops", "batch", "decoder", "speculate", "baseline"}
+CORE |= {"models", "drafts"}  # of these two only the protocols
 FLAX = ("models/", "drafts/", "training/", "load.py", "checkpoint.py")
 
 

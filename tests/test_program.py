@@ -16,6 +16,7 @@ from jetspec_jax.attention import CHUNK
 from jetspec_jax.config import SamplingConfig, TreeConfig
 from jetspec_jax.drafts import jetspec
 from jetspec_jax.models import qwen3
+from jetspec_jax.sampling import Sampling
 
 # B=2, S=8192: the cache is 100 times all else. The head's context is of another size, so that shapes tell them apart.
 BATCH, SLOTS, ROWS, DEPTH = 2, 8192, 8, 4
@@ -34,7 +35,7 @@ def compiled_rounds(builder: str):
     row = lambda dtype: jax.ShapeDtypeStruct((BATCH,), dtype)
     ints = row(jnp.int32)
     tokens, ends = (jax.ShapeDtypeStruct((BATCH, n), jnp.int32) for n in (16, 3))
-    asked = decoder.Request(tokens, ints, ints, ints, row(jnp.float32), row(jnp.uint32), ends)
+    asked = decoder.Request(tokens, ints, ints, ints, Sampling(row(jnp.float32), row(jnp.uint32)), ends)
     state = jax.eval_shape(functools.partial(decoder.prefill, static), weights, asked)
     program, _ = speculate.compiled(decoder.rounds, static, weights, state, jax.ShapeDtypeStruct((), jnp.int32))
     return program, state
@@ -117,6 +118,16 @@ def test_nothing_that_a_request_changes_compiles():
         assert events  # the listener hears
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_values_of_options_compile_nothing():
+    """Which options a batch uses is static, their values are not."""
+    first = {"top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1, "logit_bias": {3: 1.0}, "bad_words": [(1, 2)]}
+    generate(5, max_new_tokens=10, **first)
+    before = len(speculate._PROGRAMS)
+    others = {"top_p": 0.5, "top_k": 9, "presence_penalty": 0.3, "logit_bias": dict.fromkeys(range(4), -1.0)}
+    result = generate(7, 7, max_new_tokens=90, temperature=1.0, seed=3, bad_words=[(4, 5), (7, 8)], **others)
+    assert result.seconds["compile"] == 0 and len(speculate._PROGRAMS) == before
 
 
 def test_rounds_are_one_program_for_any_number():

@@ -21,6 +21,7 @@ from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
 from jetspec_jax.drafts import jetspec
 from jetspec_jax.models import Output, qwen3
 from jetspec_jax.ops import XLA, Ops
+from jetspec_jax.sampling import Sampling
 
 VOCAB = 37
 MANY = np.int32(10_000)  # rounds
@@ -259,8 +260,7 @@ def request(prompts, new, budget=64, temperature=0.0, seed=0, eos=(), slots: int
         prompt_length=lengths,
         limit=lengths + row(new, np.int32),
         budget=row(budget, np.int32),
-        temperature=row(temperature, np.float32),
-        seed=row(seed, np.uint32),
+        sampling=Sampling(row(temperature, np.float32), row(seed, np.uint32)),
         eos=np.broadcast_to(np.array([*eos, *[-1] * (ends - len(eos))], np.int32), (batch, ends)),
     )
     return jax.tree.map(jnp.asarray, asked)

@@ -10,6 +10,7 @@ the interval is a 95 % bootstrap over prompts. Prints a table, then one JSON lin
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import pathlib
 import sys
@@ -89,7 +90,17 @@ def main() -> int:
     parser.add_argument("--budget", type=int, nargs="+", default=[64])
     parser.add_argument("--tree", choices=["best_first", "accum_logp"], default="best_first")
     parser.add_argument("--width", type=int)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--top_p", type=float, default=1.0)
+    parser.add_argument("--top_k", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--sharpness",
+        type=float,
+        nargs="+",
+        default=[TreeConfig.sharpness],
+        help="of sampled drafts; 0 leaves the noise out of their ranking",
+    )
     parser.add_argument("--limit", type=int, default=128, help="prompts of each file")
     parser.add_argument("--max_prompt_tokens", type=int, default=256)
     parser.add_argument("--max_new_tokens", type=int, default=256)
@@ -99,21 +110,23 @@ def main() -> int:
     try:
         target = load.load_target(args.target or demo.fetch_target(), args.dtype)
         head = load.load_head(args.head or demo.head_folder(), target)
-        sampling = SamplingConfig(args.max_new_tokens, args.temperature)
         table = []
         for path in args.prompts:
             prompts = read(target, path, args.limit, args.max_prompt_tokens)
-            for budget in args.budget:
-                tree = TreeConfig(budget, args.width, builder=args.tree)
+            for budget, warm, sharp in itertools.product(args.budget, args.temperature, args.sharpness):
+                tree = TreeConfig(budget, args.width, builder=args.tree, sharpness=sharp)
+                sampling = SamplingConfig(args.max_new_tokens, warm, args.seed, top_p=args.top_p, top_k=args.top_k)
                 row = measure(target, head, prompts, tree, sampling, args.batch)
                 outputs = row.pop("token_ids")
                 if args.compare:
                     row["plain"] = differing(target, prompts, outputs, sampling, args.batch)
-                table.append({"set": pathlib.Path(path).stem, "budget": budget} | row)
+                of = {"set": pathlib.Path(path).stem, "budget": budget, "temperature": warm, "sharpness": sharp}
+                table.append(of | row)
                 low, high = row["interval_95"]
                 print(
-                    f"{table[-1]['set']:14} budget {budget:4}  acceptance length {row['acceptance_length']:.2f} "
-                    f"({low:.2f}-{high:.2f})  {row['prompts']} prompts, {row['rounds']} rounds  {row.get('plain', '')}",
+                    f"{of['set']:14} budget {budget:4} T {warm:g} sharpness {sharp:g}  acceptance length "
+                    f"{row['acceptance_length']:.2f} ({low:.2f}-{high:.2f})  {row['prompts']} prompts, "
+                    f"{row['rounds']} rounds  {row.get('plain', '')}",
                     flush=True,
                 )
     except (ConfigError, OSError) as error:

@@ -18,6 +18,7 @@ import numpy as np
 from jetspec_jax import speculate
 from jetspec_jax.config import ConfigError
 from jetspec_jax.decoder import STOP
+from jetspec_jax.sampling import Sampling
 from jetspec_jax.training import answers as store
 from jetspec_jax.training.answers import Answers
 
@@ -121,8 +122,7 @@ def _answer(decode, target, prompts, index, sample, batch, max_new, temperature)
         prompt_length=jnp.asarray(lengths),
         limit=jnp.asarray(limit),
         budget=jnp.ones(batch, jnp.int32),
-        temperature=jnp.full(batch, temperature, jnp.float32),
-        seed=jnp.asarray(seed),
+        sampling=Sampling(jnp.full(batch, temperature, jnp.float32), jnp.asarray(seed)),
         eos=jnp.broadcast_to(jnp.asarray(target.eos, jnp.int32), (batch, len(target.eos))),
     )
     state = decode(request, max_new)
