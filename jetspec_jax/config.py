@@ -12,6 +12,8 @@ import math
 import numbers
 from typing import Any, TypeGuard
 
+from jetspec_jax.rope_scaling import RopeScaling
+
 TREE_BUILDERS = ("best_first", "accum_logp")
 MIN_TEMPERATURE = 1e-4  # anything colder is greedy
 MAX_BUDGET = 1024  # a tree's mask and search grow with its square
@@ -58,9 +60,15 @@ class ModelConfig:
     moe: MoEConfig | None = None
     dtype: str | None = None  # dtype named by the file, if any
     eos_token_ids: tuple[int, ...] = ()
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self):
         _check_heads(self)
+
+    @property
+    def context_length(self) -> int:
+        """Positions that a request may use, RoPE scaling included."""
+        return self.rope_scaling.context_length(self.max_positions) if self.rope_scaling else self.max_positions
 
     @classmethod
     def from_hf(cls, raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
@@ -102,6 +110,7 @@ class HeadConfig:
     tap_layers: tuple[int, ...]
     causal: bool
     dtype: str | None = None
+    rope_scaling: RopeScaling | None = None
 
     moe = None  # a head is dense; `models.qwen3.Layer` reads these two of any configuration
     qk_norm = True
@@ -201,7 +210,7 @@ class HeadConfig:
             "num_key_value_heads": self.num_kv_heads,
             "num_target_layers": self.num_target_layers,
             "rms_norm_eps": self.norm_eps,
-            "rope_scaling": None,
+            "rope_scaling": self.rope_scaling.to_hf() if self.rope_scaling else None,
             "rope_theta": self.rope_theta,
             "sliding_window": None,
             "tie_word_embeddings": False,
@@ -325,6 +334,7 @@ def _sizes(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """What target and head have in common, with the defaults of transformers' Qwen3."""
     hidden, heads = _need(raw, "hidden_size", where), _need(raw, "num_attention_heads", where)
     split = 128 if raw.get("model_type", "qwen3") == "qwen3" else max(hidden // heads, 1)
+    positions = _need(raw, "max_position_embeddings", where, 32768)
     return {
         "vocab_size": _need(raw, "vocab_size", where),
         "hidden_size": hidden,
@@ -334,8 +344,8 @@ def _sizes(raw: dict[str, Any], where: str) -> dict[str, Any]:
         "head_dim": _need(raw, "head_dim", where, split),
         "intermediate_size": _need(raw, "intermediate_size", where),
         "norm_eps": _real(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps", where),
-        "rope_theta": _rope_theta(raw, where),
-        "max_positions": _need(raw, "max_position_embeddings", where, 32768),
+        **_rope(raw, where, positions),
+        "max_positions": positions,
     }
 
 
@@ -348,20 +358,24 @@ def _check_heads(c: ModelConfig | HeadConfig) -> None:
         raise ConfigError(f"head_dim={c.head_dim} must be even: RoPE rotates pairs of channels")
 
 
-def _rope_theta(raw: dict[str, Any], where: str) -> float:
-    """Old files say `rope_theta` and `rope_scaling`, new ones `rope_parameters`; both are looked at."""
-    theta = raw.get("rope_theta")
+def _rope(raw: dict[str, Any], where: str, max_positions: int) -> dict[str, Any]:
+    """Old files say `rope_theta` and `rope_scaling`, new ones `rope_parameters`; the new spelling wins."""
+    theta, scaling = raw.get("rope_theta"), None
     for key in ("rope_scaling", "rope_parameters"):
         rope = raw.get(key) or {}
         if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
             raise ConfigError(f"{where}: {key} is {rope!r}; one set of parameters for all layers is needed")
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind != "default":
-            raise ConfigError(f"{where}: {key}: rope_type={kind!r} is not supported; only unscaled RoPE ('default') is")
         if rope.get("partial_rotary_factor", 1) != 1:
             raise ConfigError(f"{where}: {key}: partial_rotary_factor={rope['partial_rotary_factor']} is not supported")
+        try:
+            scaling = RopeScaling.from_hf(rope, max_positions) or scaling
+        except ValueError as error:
+            raise ConfigError(f"{where}: {key}: {error}") from None
         theta = rope.get("rope_theta", theta)
-    return _real(10000.0 if theta is None else theta, "rope_theta", where)
+    return {
+        "rope_theta": _real(10000.0 if theta is None else theta, "rope_theta", where),
+        "rope_scaling": scaling,
+    }
 
 
 def _moe(raw: dict[str, Any], where: str) -> MoEConfig:

@@ -18,9 +18,10 @@ FLOORS = [
     {"load", "baseline", "trace", "demo"},
     {"training", "evals", "serve"},
 ]
+FLOORS[0] |= {"rope_scaling"}
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
 CORE = {"config", "numerics", "rope", "cache", "masks", "attention", "moe", "tree", "sampling", "verify"}
-CORE |= {"decoder", "speculate", "baseline", "models", "drafts"}  # of the last two only the protocols
+CORE |= {"rope_scaling", "decoder", "speculate", "baseline", "models", "drafts"}  # of the last two only the protocols
 FLAX = ("models/", "drafts/", "training/", "load.py", "checkpoint.py")
 
 
@@ -88,8 +89,9 @@ def test_flax_stays_in_models_and_drafts(path):
         assert not any(name.split(".")[0] == "flax" for name in imported(path))
 
 
-def test_configuration_needs_no_jax():
-    assert "jax" not in {name.split(".")[0] for name in imported(PACKAGE / "config.py")}
+@pytest.mark.parametrize("name", ["config", "rope_scaling"])
+def test_configuration_needs_no_jax(name):
+    assert "jax" not in {full.split(".")[0] for full in imported(PACKAGE / f"{name}.py")}
 
 
 @pytest.mark.parametrize("statement", ["import jetspec_jax", "from jetspec_jax import SamplingConfig, TreeConfig"])

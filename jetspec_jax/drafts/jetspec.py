@@ -41,7 +41,8 @@ class Head(nnx.Module):
 
     def context_kv(self, context: Float[Array, "B C E"], positions: Int[Array, "B C"]) -> Cache:
         """K/V of context rows for every layer: they depend on nothing that comes later, so they are cached."""
-        angles = rope.angles(positions, self.config.head_dim, self.config.rope_theta)
+        c = self.config
+        angles = rope.angles(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         return tuple(layer.context_kv(context, angles) for layer in self.layers)
 
     def __call__(
@@ -62,7 +63,7 @@ class Head(nnx.Module):
         c, x, updated = self.config, block, []
         rows, slots = context.shape[1], block.shape[1]
         positions = [length[:, None] + jnp.arange(rows), start[:, None] + jnp.arange(slots)]
-        angles = rope.angles(jnp.concatenate(positions, axis=1), c.head_dim, c.rope_theta)
+        angles = rope.angles(jnp.concatenate(positions, axis=1), c.head_dim, c.rope_theta, c.rope_scaling)
         mask = masks.causal(slots) if c.causal else jnp.ones((1, slots, slots), bool)
         for layer, old in zip(self.layers, cache, strict=True):
             q, k, v = layer.project(jnp.concatenate([context, layer.normed(x)], axis=1), angles)

@@ -123,7 +123,7 @@ class Qwen3(nnx.Module):
         """Runs T fresh rows behind the first `length` slots of `cache`; tap i is the output of layer i (0-based)."""
         c = self.config
         x = self.embed(tokens)
-        angles = rope.angles(positions, c.head_dim, c.rope_theta)
+        angles = rope.angles(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         fresh, tapped = [], {}
         for i, layer in enumerate(self.layers):
             x, kv = layer(x, angles, mask, None if cache is None else cache[i], length)
