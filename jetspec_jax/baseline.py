@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from jetspec_jax import masks, sampling, speculate
+from jetspec_jax import sampling, speculate
 from jetspec_jax.config import MIN_TEMPERATURE, SamplingConfig
 
 
@@ -30,9 +29,9 @@ class Difference:
     std: float
 
 
-def generate(target, prompts, sampling=None, chat=None):
-    """`speculate.generate` without a draft."""
-    return speculate.generate(target, None, prompts, None, sampling, chat)
+def generate(target, prompts, sampling=None, chat=None, **options):
+    """`speculate.generate` without a draft; options: `thinking`, `prefill_chunk`."""
+    return speculate.generate(target, None, prompts, None, sampling, chat, **options)
 
 
 def compare(target, prompt: Sequence[int], plain, result, option: SamplingConfig) -> dict:
@@ -66,14 +65,19 @@ def first_difference(
 
 
 def next_logits(target, ids: Sequence[int]) -> jax.Array:
-    """f32 logits [V] of the token behind `ids`, from one plain forward."""
-    width = -(-len(ids) // 128) * 128  # few programs: causal rows do not see the padding behind them
-    tokens = jnp.array([[*ids, *[0] * (width - len(ids))]], jnp.int32)
-    return _logits_at(target.model, target.params, tokens, len(ids) - 1)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _logits_at(model, params, tokens, row):
-    width = tokens.shape[1]
-    out = model.forward(params, tokens, jnp.arange(width)[None], masks.causal(width))
-    return model.logits(params, out.hidden[0, row])
+    """f32 logits [V] of the token behind `ids`, from one plain prefill."""
+    capacity = -(-(len(ids) + 1) // 1024) * 1024  # few programs: rows do not see the padding behind them
+    row = lambda value, dtype=jnp.int32: jnp.full((1,), value, dtype)
+    request = speculate.Request(
+        tokens=jnp.array([[*ids, *[0] * (capacity - 1 - len(ids))]], jnp.int32),
+        prompt_length=row(len(ids)),
+        limit=row(len(ids)),
+        budget=row(1),
+        temperature=row(0, jnp.float32),
+        seed=row(0, jnp.uint32),
+        eos=jnp.full((1, 1), -1, jnp.int32),
+    )
+    decoder = speculate.Decoder(target.model, None, 1, capacity)
+    params = {"target": target.params, "draft": None}
+    program, _ = speculate.compiled(speculate.traced_prefill, decoder, params, request)
+    return program(params, request)[1][0]

@@ -139,6 +139,15 @@ class HeadConfig:
         """Positions drafted a round: the block without its anchor."""
         return self.block_size - 1
 
+    def differing(self, target: ModelConfig) -> list[tuple[str, int, int]]:
+        """Sizes that a head shares with its target and does not with this one: name, the head's, the target's."""
+        pairs = [
+            ("hidden_size", self.hidden_size, target.hidden_size),
+            ("vocab_size", self.vocab_size, target.vocab_size),
+            ("num_target_layers", self.num_target_layers, target.num_layers),
+        ]
+        return [pair for pair in pairs if pair[1] != pair[2]]
+
     @classmethod
     def from_hf(cls, raw: dict[str, Any], where: str = "config.json", warn=lambda line: None) -> HeadConfig:
         """Reads the published head format (`dflash_config`); both spellings of the causal flag are understood."""

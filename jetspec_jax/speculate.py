@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jetspec_jax import pairing
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.decoder import (
+    DEFAULT_CHUNK,
     NONFINITE,
     STOP,
     Decoder,
@@ -30,6 +32,7 @@ from jetspec_jax.decoder import (
     prefill,
     rounds,
     step,
+    traced_prefill,
     traced_step,
 )
 
@@ -47,6 +50,7 @@ __all__ = [
     "start",
     "step",
     "stream",
+    "traced_prefill",
     "traced_step",
 ]  # fmt: skip
 
@@ -101,6 +105,9 @@ def generate(
     tree: TreeConfig | None = None,
     sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
     chat: bool | None = None,
+    *,
+    thinking: bool | None = None,
+    prefill_chunk: int | None = None,
 ) -> Result | list[Result]:
     """Decodes one prompt or a batch of unequal ones to the end.
 
@@ -111,12 +118,15 @@ def generate(
       tree: the candidate tree; its budget defaults to the device's.
       sampling: one for all prompts, or one each.
       chat: whether text goes through the chat template; None uses it where the tokenizer has one.
+      thinking: whether a chat template that knows the switch leaves room for thinking; None is what the head was
+        trained with, else off.
+      prefill_chunk: prompt tokens read at a time; memory grows with it and not with the prompt. None is 512.
 
     Raises:
       ConfigError: a prompt, option or length is wrong; nothing has been computed then.
       DecodeError: the target's logits are not finite.
     """
-    flight = start(target, head, prompts, tree, sampling, chat)
+    flight = start(target, head, prompts, tree, sampling, chat, thinking=thinking, prefill_chunk=prefill_chunk)
     flight.advance(flight.decoder.capacity)
     results = flight.results()
     return results[0] if flight.single else results
@@ -129,9 +139,12 @@ def stream(
     tree: TreeConfig | None = None,
     sampling: SamplingConfig | None = None,
     chat: bool | None = None,
+    *,
+    thinking: bool | None = None,
+    prefill_chunk: int | None = None,
 ) -> Iterator[Piece]:
     """Yields text as it comes; the pieces join to the text of `generate`. Never half a character."""
-    flight = start(target, head, [prompt], tree, sampling, chat)
+    flight = start(target, head, [prompt], tree, sampling, chat, thinking=thinking, prefill_chunk=prefill_chunk)
     text = target.tokenizer.stream_decoder() if target.tokenizer else None
     seen = 0
     while True:
@@ -149,7 +162,7 @@ def stream(
 class Flight:
     """A batch on the device: its static decoder, its state, and the time it took. Made by `start`."""
 
-    def __init__(self, target, head, ids, sampling, tree: TreeConfig, single: bool):
+    def __init__(self, target, head, ids, sampling, tree: TreeConfig, single: bool, chunk: int, thinking: bool | None):
         self.single, self._target, self._ids = single, target, ids
         budget = int(tree.budget or DEFAULT_BUDGET[jax.default_backend()])
         draft = None if head is None or budget == 1 else head.draft
@@ -159,9 +172,13 @@ class Flight:
         if draft:  # no path is longer than the tree has rows
             draft = dataclasses.replace(draft, depth=min(tree.depth or draft.depth, rows - 1))
         longest = max(len(i) + s.max_new_tokens for i, s in zip(ids, sampling, strict=True))
+        spare = (draft.depth if draft else 0) + 1
         width = _bucket(max(map(len, ids)), 16)
-        capacity = _capacity(max(longest, width) + (draft.depth if draft else 0) + 1)
-        self.decoder = Decoder(target.model, draft, rows, capacity, tree.builder, tree.candidates)
+        chunked = width > chunk
+        capacity = _capacity((longest if chunked else max(longest, width)) + spare)
+        if chunked:  # any number of chunks is one program
+            width = capacity - spare
+        self.decoder = Decoder(target.model, draft, rows, capacity, tree.builder, tree.candidates, chunk)
         self._params = {"target": target.params, "draft": head.params if draft else None}
         self._settings = {
             "budget": budget if draft else 1,
@@ -171,6 +188,8 @@ class Flight:
             "depth": self.decoder.depth,
             "batch": len(ids),
             "capacity": capacity,
+            "prefill_chunk": chunk,
+            "thinking": thinking,
             "dtype": str(target.dtype),
             "device": jax.devices()[0].device_kind,
         }
@@ -248,7 +267,7 @@ class Flight:
         return program
 
 
-def start(target, head, prompts, tree=None, sampling=None, chat=None) -> Flight:
+def start(target, head, prompts, tree=None, sampling=None, chat=None, *, thinking=None, prefill_chunk=None) -> Flight:
     """Checks everything, prefills, and returns the batch in flight; arguments as of `generate`."""
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral))
     prompts = [prompts] if single else list(prompts)
@@ -259,14 +278,24 @@ def start(target, head, prompts, tree=None, sampling=None, chat=None) -> Flight:
     if len(options) != len(prompts):
         raise ConfigError(f"sampling: {len(options)} configurations for {len(prompts)} prompts; give one, or one each")
     options = [o if o.eos is not None else dataclasses.replace(o, eos=target.eos) for o in options]
-    ids = [prompt_ids(target, prompt, chat) for prompt in prompts]
+    chunk = DEFAULT_CHUNK if prefill_chunk is None else prefill_chunk
+    if not isinstance(chunk, numbers.Integral) or isinstance(chunk, bool) or chunk < 1:
+        raise ConfigError(f"prefill_chunk={chunk}: give a whole number of tokens >= 1 (default {DEFAULT_CHUNK})")
+    if head is not None:
+        pairing.check(target, head)
+    mode = pairing.thinking(target, head, thinking) if pairing.rendered(prompts, chat, thinking) else None
+    ids = [prompt_ids(target, prompt, chat, mode) for prompt in prompts]
     for row, option in zip(ids, options, strict=True):
         check(target, row, option)
-    return Flight(target, head, ids, options, tree or TreeConfig(), single)
+    pairing.note_length(head, max(len(i) + o.max_new_tokens for i, o in zip(ids, options, strict=True)))
+    return Flight(target, head, ids, options, tree or TreeConfig(), single, int(chunk), mode)
 
 
-def prompt_ids(target, prompt: Prompt, chat: bool | None = None) -> list[int]:
-    """Token ids of a prompt: ids as they are, text through the chat template unless `chat` is False."""
+def prompt_ids(target, prompt: Prompt, chat: bool | None = None, thinking: bool | None = None) -> list[int]:
+    """Token ids of a prompt: ids as they are, text through the chat template unless `chat` is False.
+
+    thinking: None is off where the template knows the switch.
+    """
     if not isinstance(prompt, str):
         ids = list(prompt) if isinstance(prompt, Iterable) else [prompt]
         if not all(isinstance(i, numbers.Integral) for i in ids):
@@ -279,8 +308,9 @@ def prompt_ids(target, prompt: Prompt, chat: bool | None = None) -> list[int]:
     if chat and not target.tokenizer.has_chat_template:
         raise ConfigError(f"chat: {target.source} has no chat template; use --nochat")
     if chat is False or not target.tokenizer.has_chat_template:
-        return target.tokenizer.encode(prompt)
-    return target.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+        return target.tokenizer.encode(prompt, begin=True)
+    mode = pairing.thinking(target, None, thinking)
+    return target.tokenizer.encode_chat([{"role": "user", "content": prompt}], mode)
 
 
 def check(target, ids: list[int], option: SamplingConfig) -> None:
@@ -348,7 +378,7 @@ def compiled(function, decoder: Decoder, *args) -> tuple[Any, float]:
     if key in _PROGRAMS:
         return _PROGRAMS[key], 0.0
     begin = time.perf_counter()
-    donate = () if function is prefill else (1,)
+    donate = () if function in (prefill, traced_prefill) else (1,)
     bound = lambda *rest: function(decoder, *rest)
     bound.__name__ = function.__name__
     _PROGRAMS[key] = jax.jit(bound, donate_argnums=donate).lower(*args).compile()

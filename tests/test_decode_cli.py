@@ -223,7 +223,7 @@ def test_help_lists_the_flags(capsys):
 
 def test_no_prompt_is_decoded_before_all_are_checked(capsys, tmp_path, monkeypatch):
     """The second line asks for more than the target's context; nothing of the first appears."""
-    monkeypatch.setattr(speculate, "prompt_ids", lambda target, prompt, chat=None: [5])
+    monkeypatch.setattr(speculate, "prompt_ids", lambda *_: [5])
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt": "b", "max_new_tokens": 100000}\n')
     args = ("--target", PAIR / "target", "--method=autoregressive", "--prompt_file", file, "--json")

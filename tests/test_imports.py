@@ -18,10 +18,19 @@ FLOORS = [
     {"load", "baseline", "trace", "demo"},
     {"training", "evals", "serve"},
 ]
-FLOORS[0] |= {"rope_scaling"}
+FLOORS[0] |= {"rope_scaling", "pairing"}
+FLOORS[4] |= {"audit", "doctor"}
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
 CORE = {"config", "numerics", "rope", "cache", "masks", "attention", "moe", "tree", "sampling", "verify"}
-CORE |= {"rope_scaling", "decoder", "speculate", "baseline", "models", "drafts"}  # of the last two only the protocols
+CORE |= {
+    "rope_scaling",
+    "pairing",
+    "decoder",
+    "speculate",
+    "baseline",
+    "models",
+    "drafts",
+}  # of the last two only the protocols
 FLAX = ("models/", "drafts/", "training/", "load.py", "checkpoint.py")
 
 

@@ -180,7 +180,7 @@ class TableDraft:
     def init(self, params, batch, capacity):
         return jnp.zeros((batch,))
 
-    def prefill(self, params, state, features, length):
+    def prefill(self, params, state, features, length, start=None):
         return state
 
     def propose(self, params, state, tokens, length, embed, logits):
@@ -210,8 +210,8 @@ class CoachedDraft:
     def init(self, params, batch, capacity):
         return self.head.init(params["head"], batch, capacity) if self.head else jnp.zeros((batch,))
 
-    def prefill(self, params, state, features, length):
-        return self.head.prefill(params["head"], state, features, length) if self.head else state
+    def prefill(self, params, state, features, length, start=None):
+        return self.head.prefill(params["head"], state, features, length, start) if self.head else state
 
     def keep(self, state, features, count):
         return self.head.keep(state, features, count) if self.head else state

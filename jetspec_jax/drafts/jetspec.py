@@ -115,11 +115,12 @@ class BlockDraft:
         pending = jnp.zeros((batch, self.depth + 1, len(c.tap_layers) * c.hidden_size), dtype)
         return HeadState(context, zeros, pending, zeros)
 
-    def prefill(self, params, state: HeadState, features, length) -> HeadState:
+    def prefill(self, params, state: HeadState, features, length, start=None) -> HeadState:
         head = self._module(params)
-        positions = jnp.broadcast_to(jnp.arange(features.shape[1]), features.shape[:2])
+        start = jnp.zeros_like(length) if start is None else start
+        positions = start[:, None] + jnp.arange(features.shape[1])
         fresh = head.context_kv(head.context(features), positions)
-        return state._replace(context=kv_cache.write(state.context, fresh, jnp.zeros_like(length)), length=length)
+        return state._replace(context=kv_cache.write(state.context, fresh, start), length=length)
 
     def propose(self, params, state: HeadState, tokens, length, embed, logits):
         head = self._module(params)
