@@ -114,6 +114,7 @@ class Loaded:
     eos: tuple[int, ...] = ()
     source: str = "tiny"
     seconds: float = 0.0
+    fingerprint: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,6 +126,8 @@ class LoadedHead:
     config: Any = None
     source: str = "tiny head"
     seconds: float = 0.0
+    metadata: dict = dataclasses.field(default_factory=dict)
+    target_fingerprint: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
