@@ -55,29 +55,36 @@ def first_difference(
     shared = zip(plain, other, strict=False)
     at = next((i for i, (a, b) in enumerate(shared) if a != b), min(len(plain), len(other)))
     pick = lambda ids: ids[at] if at < len(ids) else None
-    logits = next_logits(target, [*prompt, *plain[:at]])
-    noisy = logits
-    if option.temperature >= MIN_TEMPERATURE:
-        noise = sampling.noise(jnp.uint32(option.seed), jnp.int32(len(prompt) + at), logits.size)
-        noisy = logits / option.temperature + noise
-    best = jax.lax.top_k(noisy, 2)[0]
+    logits = next_logits(target, [[*prompt, *plain[:at]]])[0]
+    best = jax.lax.top_k(scores(logits, option, len(prompt) + at), 2)[0]
     return Difference(at, pick(plain), pick(other), float(best[0] - best[1]), float(logits.std()))
 
 
-def next_logits(target, ids: Sequence[int]) -> jax.Array:
-    """f32 logits [V] of the token behind `ids`, from one plain prefill."""
-    capacity = -(-(len(ids) + 1) // 1024) * 1024  # few programs: rows do not see the padding behind them
-    row = lambda value, dtype=jnp.int32: jnp.full((1,), value, dtype)
+def scores(logits: jax.Array, option: SamplingConfig, position: int) -> jax.Array:
+    """What the choice at an absolute position is the largest of: the logits [V], noisy where the request samples."""
+    if option.temperature < MIN_TEMPERATURE:
+        return logits
+    noise = sampling.noise(jnp.uint32(option.seed), jnp.int32(position), logits.size)
+    return logits / option.temperature + noise
+
+
+def next_logits(target, rows: Sequence[Sequence[int]]) -> jax.Array:
+    """f32 logits [R, V] of the tokens behind each of the rows, from one plain prefill."""
+    count, spare = len(rows), (1 << (len(rows) - 1).bit_length()) - len(rows)
+    rows = [*rows, *[[0]] * spare]  # few programs: nothing sees a padding row, and no row the padding behind it
+    capacity = -(-(max(map(len, rows)) + 1) // 1024) * 1024
+    every = lambda value, dtype=jnp.int32: jnp.full((len(rows),), value, dtype)
+    lengths = jnp.array([len(row) for row in rows], jnp.int32)
     request = speculate.Request(
-        tokens=jnp.array([[*ids, *[0] * (capacity - 1 - len(ids))]], jnp.int32),
-        prompt_length=row(len(ids)),
-        limit=row(len(ids)),
-        budget=row(1),
-        temperature=row(0, jnp.float32),
-        seed=row(0, jnp.uint32),
-        eos=jnp.full((1, 1), -1, jnp.int32),
+        tokens=jnp.array([[*row, *[0] * (capacity - 1 - len(row))] for row in rows], jnp.int32),
+        prompt_length=lengths,
+        limit=lengths,
+        budget=every(1),
+        temperature=every(0, jnp.float32),
+        seed=every(0, jnp.uint32),
+        eos=jnp.full((len(rows), 1), -1, jnp.int32),
     )
     decoder = speculate.Decoder(target.model, None, 1, capacity)
     params = {"target": target.params, "draft": None}
     program, _ = speculate.compiled(speculate.traced_prefill, decoder, params, request)
-    return program(params, request)[1][0]
+    return program(params, request)[1][:count]

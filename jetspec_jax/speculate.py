@@ -196,7 +196,7 @@ class Flight:
         self._sampling = sampling
         self.seconds = {"load": target.seconds + (head.seconds if head else 0.0), "compile": 0.0}
 
-        request = _request(ids, sampling, budget, width)
+        self._request = request = _request(ids, sampling, budget, width)
         program = self._compile(prefill, self._params, request)
         begin = time.perf_counter()
         self.state: State = jax.block_until_ready(program(self._params, request))
@@ -212,12 +212,21 @@ class Flight:
 
     def trace(self) -> Round:
         """Runs one round and returns what it did, beside the state."""
-        args = self._params, self.state
-        program = self._compile(traced_step, *args)
+        return self.run(traced_step)
+
+    def run(self, function, *rest) -> Any:
+        """Runs a program of (decoder, params, state, *rest) that returns (state, value); gives the value."""
+        args = self._params, self.state, *rest
+        program = self._compile(function, *args)
         begin = time.perf_counter()
-        self.state, done = jax.block_until_ready(program(*args))
+        self.state, value = jax.block_until_ready(program(*args))
         self.seconds["decode"] += time.perf_counter() - begin
-        return done
+        return value
+
+    def first_logits(self) -> jax.Array:
+        """f32 logits [B, V] that chose the first token of every row, from a second prefill of the same prompts."""
+        args = self._params, self._request
+        return self._compile(traced_prefill, *args)(*args)[1]
 
     def new_ids(self) -> list[list[int]]:
         """Tokens committed behind each prompt so far, in one transfer: slicing on the device would compile."""

@@ -18,7 +18,7 @@ FLOORS = [
     {"load", "baseline", "trace", "demo"},
     {"training", "evals", "serve"},
 ]
-FLOORS[0] |= {"rope_scaling", "pairing"}
+FLOORS[0] |= {"rope_scaling", "pairing", "arguments"}
 FLOORS[4] |= {"audit", "doctor"}
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
 CORE = {"config", "numerics", "rope", "cache", "masks", "attention", "moe", "tree", "sampling", "verify"}
