@@ -30,6 +30,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax import baseline, decoder, demo, load, pairing, speculate
@@ -96,7 +97,7 @@ def audit(
     """
     begin = time.perf_counter()
     found: list[Divergence] = []
-    kept: dict[int, tuple[list[int], jax.Array, jax.Array]] = {}  # shared tokens, both logits
+    kept: dict[int, tuple[list[int], np.ndarray, np.ndarray]] = {}  # shared tokens, both logits
     tokens = compared = 0
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for first in range(0, len(order), batch):
@@ -150,16 +151,16 @@ def _decode(target, head, prompts, tree, sampling) -> list[list[int]]:
     return _logits_at(target, head, prompts, tree, sampling, [None] * len(prompts))[0]
 
 
-def _logits_at(target, head, prompts, tree, sampling, at: Sequence[int | None]) -> tuple[list[list[int]], jax.Array]:
+def _logits_at(target, head, prompts, tree, sampling, at: Sequence[int | None]) -> tuple[list[list[int]], np.ndarray]:
     """New tokens of every prompt, and the f32 logits [B, V] that chose the new token `at` of each."""
     flight = speculate.start(target, head, [list(p) for p in prompts], tree, sampling)
     never = flight.decoder.capacity
     where = [never if i is None else len(p) + i for p, i in zip(prompts, at, strict=True)]
     where += [never] * (flight.state.tokens.shape[0] - len(prompts))
-    logits = flight.run(watched, jnp.array(where, jnp.int32))
+    logits = np.array(flight.run(watched, jnp.array(where, jnp.int32)))
     if 0 in at:  # chosen by prefill
-        first = jnp.array([w == len(p) for w, p in zip(where, prompts, strict=False)])[:, None]
-        logits = jnp.where(first, flight.first_logits()[: len(prompts)], logits[: len(prompts)])
+        first = np.array([w == len(p) for w, p in zip(where, prompts, strict=False)])
+        logits[: len(prompts)][first] = np.asarray(flight.first_logits())[: len(prompts)][first]
     return [r.token_ids for r in flight.results()], logits
 
 
@@ -171,18 +172,24 @@ def _first_difference(plain: list[int], fast: list[int]) -> int | None:
 
 
 def _judge(
-    d: Divergence, plain: jax.Array, fast: jax.Array, position: int, sampling: SamplingConfig, repeats: bool, dtype: str
+    d: Divergence,
+    plain: np.ndarray,
+    fast: np.ndarray,
+    position: int,
+    sampling: SamplingConfig,
+    repeats: bool,
+    dtype: str,
 ) -> None:
     """Fills in the figures and the verdict that one position in its own precision allows."""
     if d.plain_token is None or d.token is None:
         d.reason = "one output ended where the other goes on"
         return
     heat = sampling.temperature if sampling.temperature >= MIN_TEMPERATURE else 1.0
-    scores, others = (baseline.scores(x, sampling, position) for x in (plain, fast))
-    best = jax.lax.top_k(scores, 2)[0]
-    d.margin, d.std = float(best[0] - best[1]), float(plain.std())
+    scores, others = (np.asarray(baseline.scores(jnp.asarray(x), sampling, position)) for x in (plain, fast))
+    second, best = np.partition(scores, -2)[-2:]
+    d.margin, d.std = float(best - second), float(plain.std())
     d.gap = float(scores[d.plain_token] - scores[d.token])
-    d.difference = float(jnp.abs(plain - fast).max()) / heat
+    d.difference = float(np.abs(plain - fast).max()) / heat
     chose = int(scores.argmax()), int(others.argmax())
     if not repeats or chose != (d.plain_token, d.token):
         d.reason = "a second run does not repeat the first"
@@ -199,15 +206,16 @@ def _judge(
 
 def _recheck(target, head, prompts, tree, sampling, batch: int, ties: list[Divergence], kept) -> None:
     """Turns ties into defects where float32 does not agree."""
-    wide = lambda x: dataclasses.replace(x, params=jax.tree.map(lambda leaf: leaf.astype(jnp.float32), x.params))
+    cast = lambda leaf: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+    wide = lambda x: dataclasses.replace(x, params=jax.tree.map(cast, x.params))
     target, head = dataclasses.replace(wide(target), dtype="float32"), wide(head)
     report = audit(target, head, [prompts[d.prompt] for d in ties], tree, sampling, batch)
     parted = {ties[other["prompt"]].prompt: other for other in report["divergences"]}
     for first in range(0, len(ties), batch):
         some = ties[first : first + batch]
-        exact = baseline.next_logits(target, [kept[d.prompt][0] for d in some])
+        exact = np.asarray(baseline.next_logits(target, [kept[d.prompt][0] for d in some]))
         for d, logits in zip(some, exact, strict=True):
-            off = [float(jnp.abs(x - logits).max()) for x in kept[d.prompt][1:]]
+            off = [float(np.abs(x - logits).max()) for x in kept[d.prompt][1:]]
             d.f32 = {
                 "verdict": parted[d.prompt]["verdict"] if d.prompt in parted else "equal",
                 "plain_error": off[0],

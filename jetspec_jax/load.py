@@ -81,7 +81,7 @@ def load_target(source: str | os.PathLike, dtype: str | None = None) -> LoadedTa
     begin = time.perf_counter()
     if dtype is not None:
         _dtype(dtype)
-    path = _find(source)
+    path = find(source)
     if path.is_file():
         if path.suffix in (".safetensors", ".json", *checkpoint.PICKLES):
             raise ConfigError(f"{path}: a target is a .gguf file or a folder with config.json and safetensors")
@@ -120,7 +120,7 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
       ConfigError: something is wrong with the files, or a size differs from the target's; both are named.
     """
     begin = time.perf_counter()
-    path = _find(source)
+    path = find(source)
     if path.is_file():
         raise ConfigError(f"{path}: a head is a folder with config.json and safetensors")
     where = str(path / "config.json")
@@ -166,7 +166,7 @@ class _WithoutBorrowed:
         self.read = inner.read
 
 
-def _find(source: str | os.PathLike) -> pathlib.Path:
+def find(source: str | os.PathLike) -> pathlib.Path:
     """A local path as it is; else the files of a hub id, without anything executable."""
     name = str(source)
     try:

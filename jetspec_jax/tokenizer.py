@@ -26,6 +26,11 @@ class Tokenizer:
         return bool(self._inner.chat_template)
 
     @property
+    def size(self) -> int:
+        """Tokens that it knows, added ones included; a model may have more rows."""
+        return len(self._inner)
+
+    @property
     def knows_thinking(self) -> bool:
         """Whether the chat template has a switch for thinking (`enable_thinking`, as Qwen3's)."""
         return "enable_thinking" in str(self._inner.chat_template or "")

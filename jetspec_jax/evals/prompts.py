@@ -80,11 +80,15 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The objects of a jsonl file."""
     try:
         with open(path, encoding="utf-8") as f:
-            return [json.loads(line) for line in f if line.strip()]
+            rows = [json.loads(line) for line in f if line.strip()]
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; give the folder that holds the prompt sets") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not a jsonl file in UTF-8 ({error})") from None
+    odd = next((number for number, row in enumerate(rows, 1) if not isinstance(row, dict)), None)
+    if odd is not None:
+        raise ConfigError(f"{path}: row {odd} is no JSON object")
+    return rows
 
 
 def encode(target, path: Path, thinking: bool | None = None) -> list[list[int]]:
@@ -106,8 +110,8 @@ def encode(target, path: Path, thinking: bool | None = None) -> list[list[int]]:
     return ids
 
 
-def _encode(target, row: Any, thinking: bool | None) -> list[int]:
-    given = [key for key in ("prompt", "messages", "prompt_ids") if isinstance(row, dict) and key in row]
+def _encode(target, row: dict[str, Any], thinking: bool | None) -> list[int]:
+    given = [key for key in ("prompt", "messages", "prompt_ids") if key in row]
     if len(given) != 1:
         raise ConfigError('give one of {"prompt": "..."}, {"messages": [...]}, {"prompt_ids": [...]}')
     value = row[given[0]]
@@ -116,8 +120,10 @@ def _encode(target, row: Any, thinking: bool | None) -> list[int]:
         if not value or not turns or not all(isinstance(m.get(k), str) for m in value for k in ("role", "content")):
             raise ConfigError("messages must be a list of {role, content}, both text")
         return target.encode_messages(value, thinking=thinking)
-    if not isinstance(value, str if given[0] == "prompt" else list):
-        raise ConfigError(f"{given[0]} is {value!r}; " + ("text" if given[0] == "prompt" else "a list of ids"))
+    if given[0] == "prompt" and not isinstance(value, str):
+        raise ConfigError(f"prompt is {value!r}; text is needed")
+    if given[0] == "prompt_ids" and not (isinstance(value, list) and value and all(type(i) is int for i in value)):
+        raise ConfigError(f"prompt_ids is {str(value)[:40]}; a list of token ids is needed")
     return speculate.prompt_ids(target, value, thinking=thinking)
 
 
