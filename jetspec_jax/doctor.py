@@ -150,9 +150,9 @@ def _others(target, head, found: probe.Texts, figures: dict[str, Any]) -> list[F
 
 
 def _better(run: np.ndarray, own: np.ndarray) -> bool:
-    """By a fifth and more, and by three standard errors of the paired difference."""
+    """By a tenth and more, and by three standard errors of the paired difference."""
     gain = run - own
-    return bool(run.mean() > 1.2 * own.mean() and gain.mean() > 3 * gain.std() / np.sqrt(gain.size))
+    return bool(run.mean() > 1.1 * own.mean() and gain.mean() > 3 * gain.std() / np.sqrt(gain.size))
 
 
 def _unexplained(target, head) -> str:

@@ -21,7 +21,8 @@ from jetspec_jax import masks
 from jetspec_jax.config import HeadConfig, default_taps
 from jetspec_jax.drafts import jetspec
 
-ANCHORS = 16  # of each text
+ANCHORS = 40  # of each text
+ROWS = 4  # texts; every anchor keeps features of its own
 KNOWN_MASKS = (151669, 248070)  # of published heads
 
 
@@ -45,6 +46,7 @@ class Texts(NamedTuple):
 def texts(target, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], depth: int) -> Texts | None:
     """Reads the target's layers over prompts and answers; None where no answer is as long as a block."""
     pairs = [(len(p), [*p, *a]) for p, a in zip(prompts, answers, strict=True) if len(a) > depth + 1]
+    pairs = pairs[:ROWS]
     if not pairs:
         return None
     slots = -(-max(len(row) for _, row in pairs) // 64) * 64
@@ -66,13 +68,16 @@ def runs(target, head, found: Texts, config: HeadConfig) -> tuple[np.ndarray, np
 
     config: of the head as it would be; sizes are those of `head`.
     """
-    draft = head.draft
-    flags = (config.causal, config.rope_theta, config.rope_scaling)
-    if flags != (draft.config.causal, draft.config.rope_theta, draft.config.rope_scaling):
-        own = dataclasses.replace(
-            draft.config, causal=config.causal, rope_theta=config.rope_theta, rope_scaling=config.rope_scaling
-        )
-        draft = jetspec.build(own, head.params["fc"].dtype)[0]
+    # Taps and mask are arguments of the program, so all configurations with one block mask and RoPE share it.
+    own = dataclasses.replace(
+        head.config,
+        causal=config.causal,
+        rope_theta=config.rope_theta,
+        rope_scaling=config.rope_scaling,
+        tap_layers=tuple(range(len(config.tap_layers))),
+        mask_token_id=0,
+    )
+    draft = jetspec.build(own, head.params["fc"].dtype)[0]
     slots = found.tokens.shape[1]
     wide = found.layers.shape[-1] // config.num_target_layers
     features = jnp.concatenate([found.layers[..., i * wide : (i + 1) * wide] for i in config.tap_layers], -1)
@@ -98,7 +103,7 @@ def _guesses(model, draft, weights, params, features, tokens, anchors, mask):
     state = draft.prefill(
         params, draft.init(params, tokens.shape[0], tokens.shape[1] + draft.depth + 1), features, anchors
     )
-    embed = lambda t: model.embed(weights, jnp.where(t == draft.config.mask_token_id, mask, t))
+    embed = lambda block: model.embed(weights, block.at[:, 1:].set(mask))
     logits, _ = draft.propose(params, state, tokens, anchors + 1, embed, lambda hidden: model.logits(weights, hidden))
     return jnp.argmax(logits, -1)
 
