@@ -132,6 +132,7 @@ def test_a_head_loaded_for_another_target_is_refused():
         speculate.start(ours, other, [1], TreeConfig(4), SamplingConfig(0))
 
 
+@pytest.mark.slow
 def test_a_head_beyond_its_positions():
     """FC-33: max positions 128, prompt 100, 100 new tokens: no crash, the tokens of plain decoding."""
     loaded, base = tiny.target("dense"), tiny.head(True)

@@ -50,6 +50,7 @@ def test_caches_and_draft_context_are_equal(kind, causal, chunk):
                 tiny.close(x[row, :, : len(prompt)], y[row, :, : len(prompt)])
 
 
+@pytest.mark.slow
 def test_generate_gives_the_same_tokens():
     """A batch of unequal prompts through `generate`, and the tokens of a plain run read at once."""
     loaded, head, sampling = tiny.target("dense"), tiny.head(True), SamplingConfig(24)
@@ -67,7 +68,7 @@ def test_a_prompt_that_fills_the_capacity():
     head = tiny.LoadedHead(tiny.TableDraft(4), {"logits": jnp.zeros((4, tiny.VOCAB))})
     prompt = [i % tiny.VOCAB for i in range(251)]
     wanted = speculate.generate(loaded, None, prompt, None, SamplingConfig(5))
-    for chunk in (100, 250, 256):
+    for chunk in (100, 256):
         got = speculate.generate(loaded, head, prompt, TreeConfig(8), SamplingConfig(5), prefill_chunk=chunk)
         assert got.token_ids == wanted.token_ids
         if chunk == 100:
