@@ -76,6 +76,14 @@ flags.DEFINE_float(
     "Default: by measurement.",
 )
 flags.DEFINE_boolean("chat", None, "Put the prompt through the chat template. Default: where there is one.")
+flags.DEFINE_boolean(
+    "thinking",
+    None,
+    "Let the chat template leave room for thinking. Default: as the head was trained (its jetspec.json), else off.",
+)
+flags.DEFINE_integer(
+    "prefill_chunk", None, "Prompt tokens read at a time; memory grows with it, not with the prompt. Default: 512."
+)
 flags.DEFINE_boolean("stream", None, "Print text as it comes. Default: yes, unless --json or --trace.")
 flags.DEFINE_enum("dtype", None, ["float32", "bfloat16", "float16"], "Dtype of the weights. Default: the file's.")
 flags.DEFINE_boolean("compare", False, "Also decode plainly; report whether the tokens are equal, and both rates.")
@@ -117,10 +125,11 @@ def main(argv: list[str]) -> int:
             open(FLAGS.trace, "ab").close()  # a path that cannot be written is noticed before the work
         target, head, tree = _load(tree)
         _say(f"decoding on {_device()}; programs that are new to this machine are compiled first")
+        mode = _thinking(target, head)
         for row in rows:  # all are checked before the first is decoded
-            row.prompt = _encode(target, row)
+            row.prompt = _encode(target, row, mode)
         for row in rows:
-            _decode(target, head, tree, row)
+            _decode(target, head, tree, row, mode)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read our output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -187,6 +196,12 @@ def _configs():
         raise UsageError("--logprobs without --json: only the JSON object has room for them; add --json")
     if FLAGS.chat is not None and FLAGS.prompt_ids is not None:
         raise UsageError("--chat with --prompt_ids: ids are taken as they are; leave --chat out")
+    if FLAGS.thinking is not None and (FLAGS.prompt_ids is not None or FLAGS.chat is False):
+        other = "--nochat" if FLAGS.chat is False else "--prompt_ids"
+        name = "--thinking" if FLAGS.thinking else "--nothinking"
+        raise UsageError(f"{name} with {other}: no chat template is used; leave {name} out")
+    if FLAGS.prefill_chunk is not None and FLAGS.prefill_chunk < 1:
+        raise UsageError(f"--prefill_chunk={FLAGS.prefill_chunk}: give a whole number of tokens >= 1")
     try:
         sharp = {} if FLAGS.sharpness is None else {"sharpness": FLAGS.sharpness}
         tree = TreeConfig(FLAGS.budget, FLAGS.width, FLAGS.depth, FLAGS.tree or "best_first", **sharp)
@@ -307,7 +322,15 @@ def _load(tree):
     return target, head, tree
 
 
-def _encode(target, row: Row) -> list[int]:
+def _thinking(target, head) -> bool | None:
+    """The mode that prompts are rendered in; None where no template with a switch is used."""
+    from jetspec_jax import pairing
+
+    rendered = FLAGS.prompt_ids is None and FLAGS.chat is not False
+    return pairing.thinking(target, head, FLAGS.thinking) if rendered else None
+
+
+def _encode(target, row: Row, thinking: bool | None) -> list[int]:
     """Token ids of a prompt that fits the target."""
     from jetspec_jax import speculate
     from jetspec_jax.config import ConfigError
@@ -315,33 +338,34 @@ def _encode(target, row: Row) -> list[int]:
     prompt = row.prompt
     try:
         if isinstance(prompt, list) and isinstance(prompt[0], dict):
-            ids = target.encode_messages(prompt, FLAGS.chat)
+            ids = target.encode_messages(prompt, FLAGS.chat, thinking)
         else:
-            ids = speculate.prompt_ids(target, prompt, FLAGS.chat)
+            ids = speculate.prompt_ids(target, prompt, FLAGS.chat, thinking)
         speculate.check(target, ids, row.sampling)
     except ConfigError as error:
         raise ConfigError(f"{row.where}: {error}" if row.where else str(error)) from None
     return ids
 
 
-def _decode(target, head, tree, row: Row) -> None:
+def _decode(target, head, tree, row: Row, thinking: bool | None) -> None:
     from jetspec_jax import baseline, speculate, trace
 
-    ids = row.prompt
+    ids, chunk = row.prompt, {"prefill_chunk": FLAGS.prefill_chunk}
     if FLAGS.trace:
-        result = trace.run(FLAGS.trace, target, head, ids, tree, row.sampling)
+        result = trace.run(FLAGS.trace, target, head, ids, tree, row.sampling, FLAGS.prefill_chunk)
     elif FLAGS.json or FLAGS.stream is False:
-        result = speculate.generate(target, head, [ids], tree, row.sampling)[0]
+        result = speculate.generate(target, head, [ids], tree, row.sampling, **chunk)[0]
     else:
-        for piece in speculate.stream(target, head, ids, tree, row.sampling):
+        for piece in speculate.stream(target, head, ids, tree, row.sampling, **chunk):
             print(piece.text, end="", flush=True)
             result = piece.result
-    plain = baseline.generate(target, [ids], row.sampling)[0] if FLAGS.compare else None
+    result.settings["thinking"] = thinking  # the prompt was rendered here
+    plain = baseline.generate(target, [ids], row.sampling, **chunk)[0] if FLAGS.compare else None
     report = baseline.compare(target, ids, plain, result, row.sampling) if plain else None
 
     if FLAGS.json:
         extra = ({"id": row.id} if row.id is not None else {}) | ({"compare": report} if report else {})
-        print(json.dumps(result.to_json() | {"method": FLAGS.method} | extra), flush=True)
+        print(json.dumps(result.to_json() | {"method": FLAGS.method, "prompt_ids": ids} | extra), flush=True)
     else:
         print("" if FLAGS.stream is not False and not FLAGS.trace else result.text, flush=True)
         _summary(result, plain, report)

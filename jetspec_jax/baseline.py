@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from jetspec_jax import batch, masks, processors, sampling, speculate
+from jetspec_jax import batch, processors, sampling, speculate
 from jetspec_jax.config import SamplingConfig
 
 
@@ -30,9 +29,9 @@ class Difference:
     std: float
 
 
-def generate(target, prompts, sampling=None, chat=None):
-    """`speculate.generate` without a draft."""
-    return speculate.generate(target, None, prompts, None, sampling, chat)
+def generate(target, prompts, sampling=None, chat=None, **options):
+    """`speculate.generate` without a draft; options: `thinking`, `prefill_chunk`."""
+    return speculate.generate(target, None, prompts, None, sampling, chat, **options)
 
 
 def compare(target, prompt: Sequence[int], plain, result, option: SamplingConfig) -> dict:
@@ -56,34 +55,52 @@ def first_difference(
     shared = zip(plain, other, strict=False)
     at = next((i for i, (a, b) in enumerate(shared) if a != b), min(len(plain), len(other)))
     pick = lambda ids: ids[at] if at < len(ids) else None
-    logits = next_logits(target, [*prompt, *plain[:at]])
-    margin = _margin(target, prompt, plain[:at], pick(other), logits, option)
-    return Difference(at, pick(plain), pick(other), min(margin, float(jnp.finfo(jnp.float32).max)), float(logits.std()))
+    logits = next_logits(target, [[*prompt, *plain[:at]]])[0]
+    raw, noisy = scores(target, prompt, plain[:at], logits, option)
+    token = pick(other)
+    margin = margin_of(raw, noisy, token)
+    return Difference(at, pick(plain), token, min(margin, float(jnp.finfo(jnp.float32).max)), float(logits.std()))
 
 
-def _margin(target, prompt, new, token: int | None, logits: jax.Array, option: SamplingConfig) -> float:
+def scores(
+    target, prompt: Sequence[int], new: Sequence[int], logits: jax.Array, option: SamplingConfig
+) -> tuple[jax.Array, jax.Array]:
+    """What the choice behind `new` is made by, from its logits [V]: scores before the filters, and what the choice is
+    the largest of (filtered, with the noise); both over the temperature."""
     option, ids = batch.resolve(target, option), [*prompt, *new]
     ask = batch.request([list(prompt)], [option], [1], len(prompt))
     length = jnp.array([len(ids)])
     past = processors.Past(jnp.array([ids], jnp.int32), ask.prompt_length, length, ask.eos)
     counts = processors.committed(past, ask.sampling, logits.size)
-    scores = processors.edit(logits[None, None], past.tokens[:, -1:], past, ask.sampling, counts) / ask.sampling.scale
-    kept = processors.keep(scores, ask.sampling)
-    if token is not None and kept[0, 0, token] == -jnp.inf:
-        return float(jnp.where(kept == -jnp.inf, jnp.inf, kept).min() - scores[0, 0, token])
-    best = jax.lax.top_k((kept + sampling.noise_rows(ask.sampling, length, 1, logits.size))[0, 0], 2)[0]
+    raw = processors.edit(logits[None, None], past.tokens[:, -1:], past, ask.sampling, counts) / ask.sampling.scale
+    kept = processors.keep(raw, ask.sampling)
+    return raw[0, 0], (kept + sampling.noise_rows(ask.sampling, length, 1, logits.size))[0, 0]
+
+
+def margin_of(raw: jax.Array, noisy: jax.Array, token: int | None) -> float:
+    """Gap between the two best; for a token that a filter dropped, how far it is from the last that was kept."""
+    if token is not None and noisy[token] == -jnp.inf:
+        return float(jnp.where(noisy == -jnp.inf, jnp.inf, raw).min() - raw[token])
+    best = jax.lax.top_k(noisy, 2)[0]
     return float(best[0] - best[1])
 
 
-def next_logits(target, ids: Sequence[int]) -> jax.Array:
-    """f32 logits [V] of the token behind `ids`, from one plain forward."""
-    width = -(-len(ids) // 128) * 128  # few programs: causal rows do not see the padding behind them
-    tokens = jnp.array([[*ids, *[0] * (width - len(ids))]], jnp.int32)
-    return _logits_at(target.model, target.params, tokens, len(ids) - 1)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _logits_at(model, params, tokens, row):
-    width = tokens.shape[1]
-    out = model.forward(params, tokens, jnp.arange(width)[None], masks.causal(width))
-    return model.logits(params, out.hidden[0, row])
+def next_logits(target, rows: Sequence[Sequence[int]]) -> jax.Array:
+    """f32 logits [R, V] of the tokens behind each of the rows, from one plain prefill."""
+    count, spare = len(rows), (1 << (len(rows) - 1).bit_length()) - len(rows)
+    rows = [*rows, *[[0]] * spare]  # few programs: nothing sees a padding row, and no row the padding behind it
+    capacity = -(-(max(map(len, rows)) + 1) // 1024) * 1024
+    every = lambda value, dtype=jnp.int32: jnp.full((len(rows),), value, dtype)
+    lengths = jnp.array([len(row) for row in rows], jnp.int32)
+    request = speculate.Request(
+        tokens=jnp.array([[*row, *[0] * (capacity - 1 - len(row))] for row in rows], jnp.int32),
+        prompt_length=lengths,
+        limit=lengths,
+        budget=every(1),
+        sampling=sampling.Sampling(None, every(0, jnp.uint32)),
+        eos=jnp.full((len(rows), 1), -1, jnp.int32),
+    )
+    decoder = speculate.Decoder(target.model, None, 1, capacity)
+    params = {"target": target.params, "draft": None}
+    program, _ = speculate.compiled(speculate.traced_prefill, decoder, params, request)
+    return program(params, request)[1][:count]

@@ -45,12 +45,20 @@ def check(target, ids: Sequence[int], option: SamplingConfig) -> None:
     """Raises ConfigError where a prompt and its options do not fit the target."""
     if not ids:
         raise ConfigError("prompt: no tokens; give at least one")
-    vocab, limit = target.model.vocab_size, target.config.max_positions
+    vocab, limit = target.model.vocab_size, target.config.context_length
     bad = [i for i in ids if not 0 <= i < vocab]
     if bad:
         raise ConfigError(f"prompt_ids: {bad[0]} is not a token; ids are 0..{vocab - 1}")
     if len(ids) > limit:
         raise ConfigError(f"prompt: {len(ids)} tokens, and the target's context is {limit}; shorten the prompt")
+    scaling = target.config.rope_scaling
+    if scaling and scaling.kind == "dynamic" and len(ids) > scaling.original_length:
+        # transformers rotates all of such a prompt by its whole length, and later tokens by theirs; rows that are read
+        # in chunks or verified in a tree would need to know the prompt they belong to.
+        raise ConfigError(
+            f"prompt: {len(ids)} tokens, and with rope_type='dynamic' a prompt may have {scaling.original_length} "
+            "(what is generated may go beyond); use yarn or linear for longer ones"
+        )
     if len(ids) + option.max_new_tokens > limit:
         raise ConfigError(
             f"max_new_tokens={option.max_new_tokens}: with a prompt of {len(ids)} tokens that is "

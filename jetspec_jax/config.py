@@ -13,6 +13,7 @@ from typing import Any
 
 from jetspec_jax.options import MIN_TEMPERATURE, ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.options import whole as _whole
+from jetspec_jax.rope_scaling import RopeScaling
 
 __all__ = [
     "MIN_TEMPERATURE",
@@ -64,9 +65,15 @@ class ModelConfig:
     moe: MoEConfig | None = None
     dtype: str | None = None  # dtype named by the file, if any
     eos_token_ids: tuple[int, ...] = ()
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self):
         _check_heads(self)
+
+    @property
+    def context_length(self) -> int:
+        """Positions that a request may use, RoPE scaling included."""
+        return self.rope_scaling.context_length(self.max_positions) if self.rope_scaling else self.max_positions
 
     @classmethod
     def from_hf(cls, raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
@@ -108,6 +115,7 @@ class HeadConfig:
     tap_layers: tuple[int, ...]
     causal: bool
     dtype: str | None = None
+    rope_scaling: RopeScaling | None = None
 
     moe = None  # a head is dense; `models.qwen3.Layer` reads these two of any configuration
     qk_norm = True
@@ -135,6 +143,15 @@ class HeadConfig:
     def depth(self) -> int:
         """Positions drafted a round: the block without its anchor."""
         return self.block_size - 1
+
+    def differing(self, target: ModelConfig) -> list[tuple[str, int, int]]:
+        """Sizes that a head shares with its target and does not with this one: name, the head's, the target's."""
+        pairs = [
+            ("hidden_size", self.hidden_size, target.hidden_size),
+            ("vocab_size", self.vocab_size, target.vocab_size),
+            ("num_target_layers", self.num_target_layers, target.num_layers),
+        ]
+        return [pair for pair in pairs if pair[1] != pair[2]]
 
     @classmethod
     def from_hf(cls, raw: dict[str, Any], where: str = "config.json", warn=lambda line: None) -> HeadConfig:
@@ -207,7 +224,7 @@ class HeadConfig:
             "num_key_value_heads": self.num_kv_heads,
             "num_target_layers": self.num_target_layers,
             "rms_norm_eps": self.norm_eps,
-            "rope_scaling": None,
+            "rope_scaling": self.rope_scaling.to_hf() if self.rope_scaling else None,
             "rope_theta": self.rope_theta,
             "sliding_window": None,
             "tie_word_embeddings": False,
@@ -271,6 +288,7 @@ def _sizes(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """What target and head have in common, with the defaults of transformers' Qwen3."""
     hidden, heads = _need(raw, "hidden_size", where), _need(raw, "num_attention_heads", where)
     split = 128 if raw.get("model_type", "qwen3") == "qwen3" else max(hidden // heads, 1)
+    positions = _need(raw, "max_position_embeddings", where, 32768)
     return {
         "vocab_size": _need(raw, "vocab_size", where),
         "hidden_size": hidden,
@@ -280,8 +298,8 @@ def _sizes(raw: dict[str, Any], where: str) -> dict[str, Any]:
         "head_dim": _need(raw, "head_dim", where, split),
         "intermediate_size": _need(raw, "intermediate_size", where),
         "norm_eps": _real(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps", where),
-        "rope_theta": _rope_theta(raw, where),
-        "max_positions": _need(raw, "max_position_embeddings", where, 32768),
+        **_rope(raw, where, positions),
+        "max_positions": positions,
     }
 
 
@@ -294,20 +312,24 @@ def _check_heads(c: ModelConfig | HeadConfig) -> None:
         raise ConfigError(f"head_dim={c.head_dim} must be even: RoPE rotates pairs of channels")
 
 
-def _rope_theta(raw: dict[str, Any], where: str) -> float:
-    """Old files say `rope_theta` and `rope_scaling`, new ones `rope_parameters`; both are looked at."""
-    theta = raw.get("rope_theta")
+def _rope(raw: dict[str, Any], where: str, max_positions: int) -> dict[str, Any]:
+    """Old files say `rope_theta` and `rope_scaling`, new ones `rope_parameters`; the new spelling wins."""
+    theta, scaling = raw.get("rope_theta"), None
     for key in ("rope_scaling", "rope_parameters"):
         rope = raw.get(key) or {}
         if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
             raise ConfigError(f"{where}: {key} is {rope!r}; one set of parameters for all layers is needed")
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind != "default":
-            raise ConfigError(f"{where}: {key}: rope_type={kind!r} is not supported; only unscaled RoPE ('default') is")
         if rope.get("partial_rotary_factor", 1) != 1:
             raise ConfigError(f"{where}: {key}: partial_rotary_factor={rope['partial_rotary_factor']} is not supported")
+        try:
+            scaling = RopeScaling.from_hf(rope, max_positions) or scaling
+        except ValueError as error:
+            raise ConfigError(f"{where}: {key}: {error}") from None
         theta = rope.get("rope_theta", theta)
-    return _real(10000.0 if theta is None else theta, "rope_theta", where)
+    return {
+        "rope_theta": _real(10000.0 if theta is None else theta, "rope_theta", where),
+        "rope_scaling": scaling,
+    }
 
 
 def _moe(raw: dict[str, Any], where: str) -> MoEConfig:

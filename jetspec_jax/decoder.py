@@ -31,6 +31,7 @@ from jetspec_jax.verify import Accepted, accept, settle
 
 # `State.reason`: an end token, the limit, broken logits; TEXT, a stop string, is set by the host between rounds.
 RUNNING, STOP, LENGTH, NONFINITE, TEXT = range(5)
+DEFAULT_CHUNK = 512  # rows that keep a large GPU busy; their scores against each other are as large as the cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Decoder:
     sharpness: of the draft's scores under the noise of sampled rows; 0 leaves the noise out.
     logprobs: whether the log-probability of every committed token is recorded. ops: how the loop's own parts are
     computed.
+    prefill_chunk: prompt rows that prefill reads at a time; its memory grows with this and not with the prompt.
     """
 
     target: Target
@@ -52,9 +54,12 @@ class Decoder:
     width: int = 64
     sharpness: float = SHARPNESS
     logprobs: bool = False
+    prefill_chunk: int = DEFAULT_CHUNK
     ops: Ops = XLA
 
     def __post_init__(self):
+        if self.prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk={self.prefill_chunk}: at least one row is read at a time")
         if self.draft is None and self.rows != 1:
             raise ValueError(f"rows={self.rows}: without a draft there is one row")
 
@@ -119,26 +124,24 @@ def prefill(decoder: Decoder, params: dict, request: Request) -> State:
 
     params: {"target": ..., "draft": ...}, as the two builders describe them.
     """
-    target, draft, tokens = decoder.target, decoder.draft, request.tokens
-    batch, slots = tokens.shape
+    return traced_prefill(decoder, params, request)[0]
+
+
+def traced_prefill(decoder: Decoder, params: dict, request: Request) -> tuple[State, Float[Array, "B V"]]:
+    """Prefill, and the f32 logits that chose (or would choose) each row's first token."""
+    tokens = request.tokens
     # A commit writes D + 1 rows at once; past the buffer's end they would be shifted back over the prefix.
     room = decoder.capacity - decoder.depth - 1
-    if slots > room:
-        raise ValueError(f"capacity={decoder.capacity}: {slots} prompt slots need at least {slots + decoder.depth + 1}")
+    if tokens.shape[1] > room:
+        raise ValueError(
+            f"capacity={decoder.capacity}: {tokens.shape[1]} prompt slots need at least "
+            f"{tokens.shape[1] + decoder.depth + 1}"
+        )
     limit = jnp.minimum(request.limit, room)
-    positions = jnp.broadcast_to(jnp.arange(slots), tokens.shape)
-    taps = draft.taps if draft else ()
-    out = target.forward(params["target"], tokens, positions, masks.causal(slots), taps=taps)
-    zeros = jnp.zeros((batch,), jnp.int32)
-    cache = kv_cache.write(target.init_cache(params["target"], batch, decoder.capacity), out.fresh, zeros)
-    drafting = None
-    if draft:
-        drafting = draft.init(params["draft"], batch, decoder.capacity)
-        drafting = draft.prefill(params["draft"], drafting, out.taps, request.prompt_length)
-
-    last = jnp.take_along_axis(out.hidden, request.prompt_length[:, None, None] - 1, 1)
-    logits = target.logits(params["target"], last)
-    records = jnp.zeros((batch, decoder.capacity), jnp.int32)
+    cache, drafting, last = _read(decoder, params, tokens, request.prompt_length)
+    zeros = jnp.zeros(tokens.shape[:1], jnp.int32)
+    logits = decoder.target.logits(params["target"], last)
+    records = jnp.zeros((tokens.shape[0], decoder.capacity), jnp.int32)
     state = State(
         tokens=jax.lax.dynamic_update_slice(records, tokens, (0, 0)),
         length=request.prompt_length,
@@ -157,9 +160,56 @@ def prefill(decoder: Decoder, params: dict, request: Request) -> State:
         logprobs=jnp.zeros(records.shape) if decoder.logprobs else None,
     )
     root = trees.root(jnp.take_along_axis(tokens, request.prompt_length[:, None] - 1, 1)[:, 0])
-    counts = processors.committed(state.past, state.sampling, target.vocab_size)
+    counts = processors.committed(state.past, state.sampling, decoder.target.vocab_size)
     first = _accept(state, root, masks.ancestors(root.parents, 0), logits, None, counts, 0)
-    return _commit(decoder, state, first, logits)[0]
+    return _commit(decoder, state, first, logits)[0], logits[:, 0]
+
+
+def _read(
+    decoder: Decoder, params: dict, tokens: jax.Array, length: jax.Array
+) -> tuple[kv_cache.Cache, Any, jax.Array]:
+    """The filled cache, the draft's state, and the hidden state [B, 1, E] of each prompt's last token.
+
+    Longer prompts are read chunk by chunk up to the longest row, in one loop, so that neither scores nor features grow
+    with the prompt. What a chunk computes behind a row's own length lands in slots that are never read.
+    """
+    target, draft, weights = decoder.target, decoder.draft, params["target"]
+    batch, slots = tokens.shape
+    size = min(decoder.prefill_chunk, slots)
+    taps = draft.taps if draft else ()
+    cache = target.init_cache(weights, batch, decoder.capacity)
+    drafting = draft.init(params["draft"], batch, decoder.capacity) if draft else None
+
+    def piece(start, cache, drafting, prefix):
+        """Reads `size` rows from `start` on; also what each row's last token would have as hidden state."""
+        piece = jax.lax.dynamic_slice_in_dim(tokens, start, size, 1)
+        positions = jnp.broadcast_to(start + jnp.arange(size), piece.shape)
+        starts = jnp.full((batch,), start, jnp.int32)
+        behind = (cache, starts) if prefix else (None, None)
+        out = target.forward(weights, piece, positions, masks.causal(size), *behind, taps=taps)
+        # A layer's rows are ready before its attention has read the cache, and without an order between the two XLA
+        # copies the cache. So the place to write to waits for the last layer (it is `starts`, whatever `hidden` is).
+        at = jnp.minimum(starts, starts + (out.hidden[:, -1, 0] > 0))
+        cache = kv_cache.write(cache, out.fresh, at)
+        if draft:
+            drafting = draft.prefill(params["draft"], drafting, out.taps, length, starts)
+        row = jnp.clip(length - 1 - start, 0, size - 1)
+        return cache, drafting, jnp.take_along_axis(out.hidden, row[:, None, None], 1)
+
+    if size == slots:
+        return piece(0, cache, drafting, prefix=False)
+
+    def body(i, carry):
+        cache, drafting, last = carry
+        # The last chunk of an uneven buffer starts early, and computes some rows once more.
+        start = jnp.minimum(i * size, slots - size)
+        cache, drafting, here = piece(start, cache, drafting, prefix=True)
+        inside = (length - 1 >= start) & (length - 1 < start + size)
+        return cache, drafting, jnp.where(inside[:, None, None], here, last)
+
+    shape = jax.eval_shape(lambda c, d: piece(0, c, d, prefix=False), cache, drafting)[2]
+    chunks = (length.max() + size - 1) // size
+    return jax.lax.fori_loop(0, chunks, body, (cache, drafting, jnp.zeros(shape.shape, shape.dtype)))
 
 
 def step(decoder: Decoder, params: dict, state: State) -> State:

@@ -102,6 +102,10 @@ class GGUF:
             scaling = "llama3"  # its factors are a tensor
         elif self._get("rope.scale_linear", 1.0) != 1.0:
             scaling = "linear"
+        if scaling != "none":
+            raise ConfigError(
+                f"{self.path}: RoPE scaling {scaling!r} of a GGUF file is not supported; give the safetensors folder"
+            )
         if self._get("rope.dimension_count", head_dim) != head_dim:
             raise ConfigError(
                 f"{self.path}: rope.dimension_count={self._get('rope.dimension_count')} is not supported; "
@@ -118,7 +122,6 @@ class GGUF:
             "intermediate_size": self._number("feed_forward_length"),
             "rms_norm_eps": float(self._get("attention.layer_norm_rms_epsilon", 1e-6)),
             "rope_theta": float(self._get("rope.freq_base", 10000.0)),
-            "rope_scaling": None if scaling == "none" else {"rope_type": scaling},
             "max_position_embeddings": self._number("context_length"),
             "sliding_window": self._get("attention.sliding_window"),
             "attention_bias": any(name.endswith("_proj.bias") for name in self.shapes),

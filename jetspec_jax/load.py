@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jetspec_jax import checkpoint, ops, tokenizer
+from jetspec_jax import checkpoint, ops, pairing, tokenizer
 from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig, as_ids
 from jetspec_jax.drafts import jetspec
 from jetspec_jax.gguf_file import GGUF
@@ -43,14 +43,16 @@ class LoadedTarget:
         """Read when it is first needed; None for a checkpoint without one."""
         return self._tokenizer()
 
-    def encode_messages(self, messages: Sequence[dict[str, str]], chat: bool | None = None) -> list[int]:
-        """Token ids of a conversation; a chat template is needed."""
+    def encode_messages(
+        self, messages: Sequence[dict[str, str]], chat: bool | None = None, thinking: bool | None = None
+    ) -> list[int]:
+        """Token ids of a conversation; a chat template is needed. thinking: None is off where the template knows it."""
         if self.tokenizer is None:
             raise ConfigError(f"messages: {self.source} has no tokenizer; give token ids (--prompt_ids 1,2,3)")
         if chat is False or not self.tokenizer.has_chat_template:
             why = "--nochat leaves it out" if chat is False else f"{self.source} has none"
             raise ConfigError(f"messages: they need a chat template, and {why}; give a prompt instead")
-        return self.tokenizer.encode_chat(messages)
+        return self.tokenizer.encode_chat(messages, pairing.thinking(self, None, thinking))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,7 @@ class LoadedHead:
     source: str
     metadata: dict[str, Any]  # jetspec.json, {} for heads of others
     seconds: float
+    target_fingerprint: str  # of the target that it was loaded for
 
 
 def load_target(source: str | os.PathLike, dtype: str | None = None, attention: str = "auto") -> LoadedTarget:
@@ -78,7 +81,7 @@ def load_target(source: str | os.PathLike, dtype: str | None = None, attention: 
     begin = time.perf_counter()
     if dtype is not None:
         _dtype(dtype)
-    path = _find(source)
+    path = find(source)
     if path.is_file():
         if path.suffix in (".safetensors", ".json", *checkpoint.PICKLES):
             raise ConfigError(f"{path}: a target is a .gguf file or a folder with config.json and safetensors")
@@ -118,21 +121,16 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
       ConfigError: something is wrong with the files, or a size differs from the target's; both are named.
     """
     begin = time.perf_counter()
-    path = _find(source)
+    path = find(source)
     if path.is_file():
         raise ConfigError(f"{path}: a head is a folder with config.json and safetensors")
     where = str(path / "config.json")
     config = _read_config(HeadConfig.from_hf, checkpoint.read_json(path / "config.json"), where, _warn)
-    for name, ours, theirs in (
-        ("hidden_size", config.hidden_size, target.config.hidden_size),
-        ("vocab_size", config.vocab_size, target.config.vocab_size),
-        ("num_target_layers", config.num_target_layers, target.config.num_layers),
-    ):
-        if ours != theirs:
-            raise ConfigError(
-                f"{where}: {name} is {ours}, the target's ({target.source}) is {theirs}; "
-                "this head belongs to another target"
-            )
+    for name, ours, theirs in config.differing(target.config):
+        raise ConfigError(
+            f"{where}: {name} is {ours}, the target's ({target.source}) is {theirs}; "
+            "this head belongs to another target"
+        )
     draft, shapes = jetspec.build(config, checkpoint.numpy_dtype(target.dtype), ops=target.model.ops)
     tensors = _WithoutBorrowed(checkpoint.Folder(path))
     if tensors.borrowed:
@@ -146,7 +144,11 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
         _warn(
             f"{path}: trained for another target (fingerprint {trained_for}, {target.source} has {target.fingerprint})"
         )
-    return LoadedHead(draft, params, config, str(source), metadata, time.perf_counter() - begin)
+    for line in pairing.oddities(config, metadata):
+        _warn(f"{meta_file}: {line}")
+    return LoadedHead(
+        draft, params, config, str(source), metadata, time.perf_counter() - begin, target.fingerprint
+    )  # fmt: skip
 
 
 def random_params(shapes: dict[str, Any], seed: int = 0, scale: float = 0.02) -> dict[str, Any]:
@@ -165,7 +167,7 @@ class _WithoutBorrowed:
         self.read = inner.read
 
 
-def _find(source: str | os.PathLike) -> pathlib.Path:
+def find(source: str | os.PathLike) -> pathlib.Path:
     """A local path as it is; else the files of a hub id, without anything executable."""
     name = str(source)
     try:

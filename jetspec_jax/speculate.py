@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jetspec_jax import batch
+from jetspec_jax import batch, pairing
 from jetspec_jax.batch import check
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.decoder import (
+    DEFAULT_CHUNK,
     NONFINITE,
     RUNNING,
     STOP,
@@ -34,6 +35,7 @@ from jetspec_jax.decoder import (
     prefill,
     rounds,
     step,
+    traced_prefill,
     traced_step,
 )
 from jetspec_jax.stops import StopText
@@ -53,6 +55,7 @@ __all__ = [
     "start",
     "step",
     "stream",
+    "traced_prefill",
     "traced_step",
 ]  # fmt: skip
 
@@ -109,6 +112,9 @@ def generate(
     tree: TreeConfig | None = None,
     sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
     chat: bool | None = None,
+    *,
+    thinking: bool | None = None,
+    prefill_chunk: int | None = None,
 ) -> Result | list[Result]:
     """Decodes one prompt or a batch of unequal ones to the end.
 
@@ -119,12 +125,15 @@ def generate(
       tree: the candidate tree; its budget defaults to the device's.
       sampling: one for all prompts, or one each.
       chat: whether text goes through the chat template; None uses it where the tokenizer has one.
+      thinking: whether a chat template that knows the switch leaves room for thinking; None is what the head was
+        trained with, else off.
+      prefill_chunk: prompt tokens read at a time; memory grows with it and not with the prompt. None is 512.
 
     Raises:
       ConfigError: a prompt, option or length is wrong; nothing has been computed then.
       DecodeError: the target's logits are not finite.
     """
-    flight = start(target, head, prompts, tree, sampling, chat)
+    flight = start(target, head, prompts, tree, sampling, chat, thinking=thinking, prefill_chunk=prefill_chunk)
     while not flight.over():
         flight.advance(STOP_ROUNDS if any(flight.texts) else flight.decoder.capacity)
     results = flight.results()
@@ -138,9 +147,14 @@ def stream(
     tree: TreeConfig | None = None,
     sampling: SamplingConfig | None = None,
     chat: bool | None = None,
+    *,
+    thinking: bool | None = None,
+    prefill_chunk: int | None = None,
 ) -> Iterator[Piece]:
     """Yields text as it comes; the pieces join to the text of `generate`. Never half a character."""
-    flight = start(target, head, [prompt], tree, sampling, chat, watch=True)
+    flight = start(
+        target, head, [prompt], tree, sampling, chat, watch=True, thinking=thinking, prefill_chunk=prefill_chunk
+    )
     text, shown, seen = flight.texts[0], 0, 0
     while True:
         ids = flight.new_ids()[0]
@@ -157,7 +171,10 @@ def stream(
 class Flight:
     """A batch on the device: its static decoder, its state, and the time it took. Made by `start`."""
 
-    def __init__(self, target, head, ids, sampling, tree: TreeConfig, single: bool, watch: bool):
+    def __init__(
+        self, target, head, ids, sampling, tree: TreeConfig, single: bool, watch: bool, chunk: int,
+        thinking: bool | None,
+    ):  # fmt: skip
         self.single, self._target, self._ids = single, target, ids
         usual = int(tree.budget or DEFAULT_BUDGET[jax.default_backend()])
         budgets = [o.budget or usual for o in sampling]
@@ -169,13 +186,18 @@ class Flight:
         if draft:  # no path is longer than the tree has rows
             draft = dataclasses.replace(draft, depth=min(tree.depth or draft.depth, rows - 1))
         longest = max(len(i) + s.max_new_tokens for i, s in zip(ids, sampling, strict=True))
+        spare = (draft.depth if draft else 0) + 1
         width = batch.power(max(map(len, ids)), 16)
-        capacity = _capacity(max(longest, width) + (draft.depth if draft else 0) + 1)
+        chunked = width > chunk
+        capacity = _capacity((longest if chunked else max(longest, width)) + spare)
+        if chunked:  # any number of chunks is one program
+            width = capacity - spare
         sharpness = float(tree.sharpness) if draft else 0.0
         logprobs = any(o.logprobs for o in sampling)
         self.decoder = Decoder(
-            target.model, draft, rows, capacity, tree.builder, tree.candidates, sharpness, logprobs, target.model.ops
-        )
+            target.model, draft, rows, capacity, tree.builder, tree.candidates, sharpness, logprobs, chunk,
+            target.model.ops,
+        )  # fmt: skip
         self._params = {"target": target.params, "draft": head.params if draft else None}
         self._settings = {
             "rows": rows,
@@ -185,6 +207,8 @@ class Flight:
             "sharpness": self.decoder.sharpness,
             "batch": len(ids),
             "capacity": capacity,
+            "prefill_chunk": chunk,
+            "thinking": thinking,
             "dtype": str(target.dtype),
             "device": jax.devices()[0].device_kind,
         }
@@ -198,7 +222,7 @@ class Flight:
         ]  # of rows whose text must be read while they run
         self.seconds = {"load": target.seconds + (head.seconds if head else 0.0), "compile": 0.0}
 
-        request = batch.request(ids, sampling, budgets, width)
+        self._request = request = batch.request(ids, sampling, budgets, width)
         program = self._compile(prefill, self._params, request)
         begin = time.perf_counter()
         self.state: State = jax.block_until_ready(program(self._params, request))
@@ -216,13 +240,22 @@ class Flight:
 
     def trace(self) -> Round:
         """Runs one round and returns what it did, beside the state."""
-        args = self._params, self.state
-        program = self._compile(traced_step, *args)
+        return self.run(traced_step)
+
+    def run(self, function, *rest) -> Any:
+        """Runs a program of (decoder, params, state, *rest) that returns (state, value); gives the value."""
+        args = self._params, self.state, *rest
+        program = self._compile(function, *args)
         begin = time.perf_counter()
-        self.state, done = jax.block_until_ready(program(*args))
+        self.state, value = jax.block_until_ready(program(*args))
         self.seconds["decode"] += time.perf_counter() - begin
         self._read()
-        return done
+        return value
+
+    def first_logits(self) -> jax.Array:
+        """f32 logits [B, V] that chose the first token of every row, from a second prefill of the same prompts."""
+        args = self._params, self._request
+        return self._compile(traced_prefill, *args)(*args)[1]
 
     def new_ids(self) -> list[list[int]]:
         """Tokens committed behind each prompt so far, in one transfer: slicing on the device would compile."""
@@ -305,7 +338,9 @@ class Flight:
         return program
 
 
-def start(target, head, prompts, tree=None, sampling=None, chat=None, watch: bool = False) -> Flight:
+def start(
+    target, head, prompts, tree=None, sampling=None, chat=None, *, watch=False, thinking=None, prefill_chunk=None
+) -> Flight:
     """Checks everything, prefills, and returns the batch in flight; arguments as of `generate`.
 
     watch: keep the text of every row up to date, as streaming needs it.
@@ -318,15 +353,25 @@ def start(target, head, prompts, tree=None, sampling=None, chat=None, watch: boo
     options = [sampling] * len(prompts) if isinstance(sampling, SamplingConfig) else list(sampling)
     if len(options) != len(prompts):
         raise ConfigError(f"sampling: {len(options)} configurations for {len(prompts)} prompts; give one, or one each")
-    ids = [prompt_ids(target, prompt, chat) for prompt in prompts]
+    chunk = DEFAULT_CHUNK if prefill_chunk is None else prefill_chunk
+    if not isinstance(chunk, numbers.Integral) or isinstance(chunk, bool) or chunk < 1:
+        raise ConfigError(f"prefill_chunk={chunk}: give a whole number of tokens >= 1 (default {DEFAULT_CHUNK})")
+    if head is not None:
+        pairing.check(target, head)
+    mode = pairing.thinking(target, head, thinking) if pairing.rendered(prompts, chat, thinking) else None
+    ids = [prompt_ids(target, prompt, chat, mode) for prompt in prompts]
     for row, option in zip(ids, options, strict=True):
         check(target, row, option)
     options = [batch.resolve(target, option) for option in options]
-    return Flight(target, head, ids, options, tree or TreeConfig(), single, watch)
+    pairing.note_length(head, max(len(i) + o.max_new_tokens for i, o in zip(ids, options, strict=True)))
+    return Flight(target, head, ids, options, tree or TreeConfig(), single, watch, int(chunk), mode)
 
 
-def prompt_ids(target, prompt: Prompt, chat: bool | None = None) -> list[int]:
-    """Token ids of a prompt: ids as they are, text through the chat template unless `chat` is False."""
+def prompt_ids(target, prompt: Prompt, chat: bool | None = None, thinking: bool | None = None) -> list[int]:
+    """Token ids of a prompt: ids as they are, text through the chat template unless `chat` is False.
+
+    thinking: None is off where the template knows the switch.
+    """
     if not isinstance(prompt, str):
         ids = list(prompt) if isinstance(prompt, Iterable) else [prompt]
         if not all(isinstance(i, numbers.Integral) for i in ids):
@@ -339,8 +384,9 @@ def prompt_ids(target, prompt: Prompt, chat: bool | None = None) -> list[int]:
     if chat and not target.tokenizer.has_chat_template:
         raise ConfigError(f"chat: {target.source} has no chat template; use --nochat")
     if chat is False or not target.tokenizer.has_chat_template:
-        return target.tokenizer.encode(prompt)
-    return target.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+        return target.tokenizer.encode(prompt, begin=True)
+    mode = pairing.thinking(target, None, thinking)
+    return target.tokenizer.encode_chat([{"role": "user", "content": prompt}], mode)
 
 
 def _settings(option: SamplingConfig) -> dict[str, Any]:
@@ -387,7 +433,7 @@ def compiled(function, decoder: Decoder, *args) -> tuple[Any, float]:
     if key in _PROGRAMS:
         return _PROGRAMS[key], 0.0
     begin = time.perf_counter()
-    donate = () if function is prefill else (1,)
+    donate = () if function in (prefill, traced_prefill) else (1,)
     bound = lambda *rest: function(decoder, *rest)
     bound.__name__ = function.__name__
     _PROGRAMS[key] = jax.jit(bound, donate_argnums=donate).lower(*args).compile()

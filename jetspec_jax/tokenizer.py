@@ -26,17 +26,32 @@ class Tokenizer:
         return bool(self._inner.chat_template)
 
     @property
+    def size(self) -> int:
+        """Tokens that it knows, added ones included; a model may have more rows."""
+        return len(self._inner)
+
+    @property
+    def knows_thinking(self) -> bool:
+        """Whether the chat template has a switch for thinking (`enable_thinking`, as Qwen3's)."""
+        return "enable_thinking" in str(self._inner.chat_template or "")
+
+    @property
     def eos(self) -> tuple[int, ...]:
         """The tokenizer's own end token, if it has one."""
         return () if self._inner.eos_token_id is None else (self._inner.eos_token_id,)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of text as it stands, without special tokens added."""
+    def encode(self, text: str, begin: bool = False) -> list[int]:
+        """Ids of text as it stands; special tokens that are written out in it are one id each.
+
+        begin: add what the tokenizer puts before a text of its own (a Llama's begin token; nothing for Qwen3), unless
+        the text brings it.
+        """
         try:
             text.encode()
         except UnicodeEncodeError:
             raise ConfigError("prompt: not Unicode text (half a surrogate pair, or bytes that are not UTF-8)") from None
-        return self._inner.encode(text, add_special_tokens=False)
+        bos = self._inner.bos_token
+        return self._inner.encode(text, add_special_tokens=begin and not (bos and text.startswith(bos)))
 
     def encode_chat(self, messages: Sequence[dict[str, str]], thinking: bool | None = None) -> list[int]:
         """Ids of a conversation through the chat template, ready for the assistant's turn.

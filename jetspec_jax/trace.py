@@ -11,13 +11,15 @@ from jetspec_jax import speculate
 from jetspec_jax.config import SamplingConfig, TreeConfig
 
 
-def run(path: str, target, head, ids: Sequence[int], tree: TreeConfig, sampling: SamplingConfig) -> speculate.Result:
+def run(
+    path: str, target, head, ids: Sequence[int], tree: TreeConfig, sampling: SamplingConfig, chunk: int | None = None
+) -> speculate.Result:
     """Decodes one prompt a round at a time and writes what each round did to a .npz file.
 
     Per round i: `round{i}_draft_logits` [D, V] f32, `round{i}_tree_tokens`, `round{i}_tree_parents` (root -1) and
     `round{i}_tree_depths` over the nodes in use, `round{i}_accepted` (node indices, root first).
     """
-    flight, arrays = speculate.start(target, head, [ids], tree, sampling), {}
+    flight, arrays = speculate.start(target, head, [ids], tree, sampling, prefill_chunk=chunk), {}
     for i in range(flight.decoder.capacity):
         if flight.over():
             break

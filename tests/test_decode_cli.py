@@ -174,6 +174,16 @@ def test_dflash_is_the_chain_of_a_bidirectional_head(capsys):
     assert "causal head" in err
 
 
+def test_prompt_ids_are_printed_and_chunks_change_nothing(capsys):
+    """FC-61: the ids that were decoded; and a prompt read in chunks of 5."""
+    prompt = [11, 12, 17, 3, 9, 40, 2, 8, 8, 1, 20, 30, 31, 33, 7, 6, 5]
+    common = (*pair(), *ids(prompt), "--max_new_tokens=12", "--json", "--budget=16")
+    whole, pieces = (json.loads(run(capsys, *common, *more)[1]) for more in ([], ["--prefill-chunk=5"]))
+    assert whole["prompt_ids"] == pieces["prompt_ids"] == prompt
+    assert whole["token_ids"] == pieces["token_ids"]
+    assert pieces["settings"]["prefill_chunk"] == 5 and pieces["settings"]["thinking"] is None
+
+
 def test_max_new_tokens_zero_gives_empty_lists(capsys):
     status, out, _ = run(capsys, *pair(), *ids([5]), "--max_new_tokens=0", "--json", "--budget=16")
     got = json.loads(out)
@@ -233,6 +243,10 @@ FLAG_MISTAKES = [
     (["--prompt", "x", "--logprobs"], "--json"),
     (["--prompt", "x", "--sharpness", "-1"], "sharpness=-1"),
     (["--prompt", "x", "--method", "autoregressive", "--sharpness", "1"], "contradicts"),
+    (["--prompt_ids", "1", "--nothinking"], "--nothinking with --prompt_ids"),
+    (["--prompt", "x", "--nochat", "--thinking"], "--thinking with --nochat"),
+    (["--prompt", "x", "--thinkng"], "did you mean --thinking"),
+    (["--prompt", "x", "--prefill_chunk", "0"], "--prefill_chunk=0"),
 ]
 
 
@@ -274,6 +288,7 @@ def test_wrong_files_end_with_status_1_and_one_line(capsys, tmp_path):
         ([*pair(), "--prompt_ids", "1", "--bad_words", "x"], "bad_words='x'"),
         ([*pair(), "--prompt_ids", "1", "--stop_token_ids", "64"], "stop_token_ids: 64"),
         ([*pair(), "--prompt_ids", "1", "--logit_bias", "99:1"], "logit_bias: 99"),
+        ([*pair(), "--prompt", "x", "--thinking"], "thinking=True"),
         ([*pair(), "--prompt_file", empty], "no prompt"),
         ([*pair(), "--prompt_file", tmp_path / "none.jsonl"], "none.jsonl"),
         ([*pair(), "--prompt_file", latin], "not UTF-8"),
@@ -304,7 +319,7 @@ def test_help_lists_the_flags(capsys):
 
 def test_no_prompt_is_decoded_before_all_are_checked(capsys, tmp_path, monkeypatch):
     """The second line asks for more than the target's context; nothing of the first appears."""
-    monkeypatch.setattr(speculate, "prompt_ids", lambda target, prompt, chat=None: [5])
+    monkeypatch.setattr(speculate, "prompt_ids", lambda *_: [5])
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt": "b", "max_new_tokens": 100000}\n')
     args = ("--target", PAIR / "target", "--method=autoregressive", "--prompt_file", file, "--json")

@@ -19,9 +19,23 @@ FLOORS = [
     {"load", "baseline", "trace", "demo"},
     {"training", "evals", "serve"},
 ]
+FLOORS[0] |= {"rope_scaling", "pairing", "arguments"}
+FLOORS[4] |= {"audit", "doctor"}
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
 CORE = {"config", "numerics", "rope", "cache", "masks", "attention", "moe", "tree", "sampling", "verify"}
-CORE |= {"kernels", "ops", "options", "processors", "stops", "batch", "decoder", "speculate", "baseline"}
+CORE |= {
+    "kernels",
+    "ops",
+    "rope_scaling",
+    "pairing",
+    "options",
+    "processors",
+    "stops",
+    "batch",
+    "decoder",
+    "speculate",
+    "baseline",
+}
 CORE |= {"models", "drafts"}  # of these two only the protocols
 FLAX = ("models/", "drafts/", "training/", "load.py", "checkpoint.py")
 
@@ -90,8 +104,9 @@ def test_flax_stays_in_models_and_drafts(path):
         assert not any(name.split(".")[0] == "flax" for name in imported(path))
 
 
-def test_configuration_needs_no_jax():
-    assert "jax" not in {name.split(".")[0] for name in imported(PACKAGE / "config.py")}
+@pytest.mark.parametrize("name", ["config", "rope_scaling"])
+def test_configuration_needs_no_jax(name):
+    assert "jax" not in {full.split(".")[0] for full in imported(PACKAGE / f"{name}.py")}
 
 
 @pytest.mark.parametrize("statement", ["import jetspec_jax", "from jetspec_jax import SamplingConfig, TreeConfig"])

@@ -108,6 +108,30 @@ class TestEncode:
         assert tok.encode_chat(messages, thinking=True) == tok.encode(text)
         assert tok.encode_chat(messages, thinking=False) == tok.encode(text + "<think>\n\n</think>\n\n")
 
+    def test_the_switch_for_thinking_is_known_from_the_template(self, tok, tmp_path):
+        assert tok.knows_thinking
+        assert not tokenizer.from_folder(
+            make(tmp_path / "a", TEMPLATE.replace("enable_thinking", "deep"))
+        ).knows_thinking
+        assert not tokenizer.from_folder(make(tmp_path / "b", None)).knows_thinking
+
+    def test_a_begin_token_that_the_tokenizer_adds(self, tmp_path):
+        """As Llama's: added to raw text, not to rendered text, and not twice."""
+        from tokenizers import processors
+
+        folder = make(tmp_path / "t")
+        inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        inner.post_processor = processors.TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+        )
+        inner.save(str(folder / "tokenizer.json"))
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<|endoftext|>"}))
+        tok = tokenizer.from_folder(folder)
+        assert tok.encode("a", begin=True) == [0, *tok.encode("a")]
+        assert tok.encode("<|endoftext|>a", begin=True) == [0, *tok.encode("a")]
+        assert tok.encode_chat([{"role": "user", "content": "a"}])[0] == 1
+
     @pytest.mark.parametrize("messages", [[{"role": "wizard", "content": "x"}], [{"content": "x"}]])
     def test_messages_that_the_template_refuses(self, tok, messages):
         with pytest.raises(ConfigError, match="messages: the chat template refuses them") as error:

@@ -122,6 +122,7 @@ class Loaded:
     eos: tuple[int, ...] = ()
     source: str = "tiny"
     seconds: float = 0.0
+    fingerprint: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -133,6 +134,8 @@ class LoadedHead:
     config: Any = None
     source: str = "tiny head"
     seconds: float = 0.0
+    metadata: dict = dataclasses.field(default_factory=dict)
+    target_fingerprint: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +192,7 @@ class TableDraft:
     def init(self, params, batch, capacity):
         return jnp.zeros((batch,))
 
-    def prefill(self, params, state, features, length):
+    def prefill(self, params, state, features, length, start=None):
         return state
 
     def propose(self, params, state, tokens, length, embed, logits):
@@ -219,8 +222,8 @@ class CoachedDraft:
     def init(self, params, batch, capacity):
         return self.head.init(params["head"], batch, capacity) if self.head else jnp.zeros((batch,))
 
-    def prefill(self, params, state, features, length):
-        return self.head.prefill(params["head"], state, features, length) if self.head else state
+    def prefill(self, params, state, features, length, start=None):
+        return self.head.prefill(params["head"], state, features, length, start) if self.head else state
 
     def keep(self, state, features, count):
         return self.head.keep(state, features, count) if self.head else state

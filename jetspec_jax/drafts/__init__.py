@@ -30,8 +30,19 @@ class Draft(Protocol):
     def init(self, params, batch: int, capacity: int) -> Any:
         """State of an empty context."""
 
-    def prefill(self, params, state, features: Float[Array, "B P F"] | None, length: Int[Array, " B"]) -> Any:
-        """Takes in the features (None without taps) of a prompt's first `length` positions (right-padded)."""
+    def prefill(
+        self,
+        params,
+        state,
+        features: Float[Array, "B R F"] | None,
+        length: Int[Array, " B"],
+        start: Int[Array, " B"] | None = None,
+    ) -> Any:
+        """Takes in the features (None without taps) of the prompt's positions start..start+R-1; `start` None is 0.
+
+        length: of the whole prompt; right-padded. A long prompt comes in several pieces, in order; a piece may begin
+        with positions that were there before.
+        """
 
     def propose(
         self,

@@ -41,7 +41,8 @@ class Head(nnx.Module):
 
     def context_kv(self, context: Float[Array, "B C E"], positions: Int[Array, "B C"]) -> Cache:
         """K/V of context rows for every layer: they depend on nothing that comes later, so they are cached."""
-        angles = rope.angles(positions, self.config.head_dim, self.config.rope_theta)
+        c = self.config
+        angles = rope.angles(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         return tuple(layer.context_kv(context, angles) for layer in self.layers)
 
     def __call__(
@@ -63,7 +64,7 @@ class Head(nnx.Module):
         c, x, product, updated = self.config, block, None, []
         rows, slots = context.shape[1], block.shape[1]
         positions = [length[:, None] + jnp.arange(rows), start[:, None] + jnp.arange(slots)]
-        angles = rope.angles(jnp.concatenate(positions, axis=1), c.head_dim, c.rope_theta)
+        angles = rope.angles(jnp.concatenate(positions, axis=1), c.head_dim, c.rope_theta, c.rope_scaling)
         own = masks.causal(slots) if c.causal else jnp.ones((1, slots, slots), bool)
         mask = jnp.pad(own, ((0, 0), (0, 0), (rows, 0)))  # the context is read from the cache
         new = jnp.broadcast_to(jnp.arange(rows), (len(block), rows))
@@ -118,11 +119,12 @@ class BlockDraft:
         pending = jnp.zeros((batch, self.depth + 1, len(c.tap_layers) * c.hidden_size), dtype)
         return HeadState(context, zeros, pending, zeros)
 
-    def prefill(self, params, state: HeadState, features, length) -> HeadState:
+    def prefill(self, params, state: HeadState, features, length, start=None) -> HeadState:
         head = self._module(params)
-        positions = jnp.broadcast_to(jnp.arange(features.shape[1]), features.shape[:2])
+        start = jnp.zeros_like(length) if start is None else start
+        positions = start[:, None] + jnp.arange(features.shape[1])
         fresh = head.context_kv(head.context(features), positions)
-        return state._replace(context=kv_cache.write(state.context, fresh, jnp.zeros_like(length)), length=length)
+        return state._replace(context=kv_cache.write(state.context, fresh, start), length=length)
 
     def propose(self, params, state: HeadState, tokens, length, embed, logits):
         head = self._module(params)

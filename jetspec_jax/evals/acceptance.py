@@ -18,7 +18,7 @@ import time
 
 import numpy as np
 
-from jetspec_jax import baseline, demo, load, speculate
+from jetspec_jax import baseline, demo, load, pairing, speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import prompts as prompt_sets
 
@@ -72,12 +72,9 @@ def differing(target, prompts, outputs, sampling: SamplingConfig, batch: int) ->
     }
 
 
-def read(target, path: str, limit: int, max_prompt_tokens: int) -> list[list[int]]:
+def read(target, path: str, limit: int, max_prompt_tokens: int, thinking: bool | None = None) -> list[list[int]]:
     """Token ids of the first `limit` prompts that are short enough."""
-    ids = []
-    for row in prompt_sets.read(pathlib.Path(path)):
-        text = row.get("messages", row.get("prompt"))
-        ids.append(speculate.prompt_ids(target, text) if isinstance(text, str) else target.encode_messages(text))
+    ids = prompt_sets.encode(target, pathlib.Path(path), thinking)
     return [i for i in ids if len(i) <= max_prompt_tokens][:limit]
 
 
@@ -101,6 +98,7 @@ def main() -> int:
         default=[TreeConfig.sharpness],
         help="of sampled drafts; 0 leaves the noise out of their ranking",
     )
+    parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="default: as the head was trained")
     parser.add_argument("--limit", type=int, default=128, help="prompts of each file")
     parser.add_argument("--max_prompt_tokens", type=int, default=256)
     parser.add_argument("--max_new_tokens", type=int, default=256)
@@ -110,9 +108,10 @@ def main() -> int:
     try:
         target = load.load_target(args.target or demo.fetch_target(), args.dtype)
         head = load.load_head(args.head or demo.head_folder(), target)
+        thinking = pairing.thinking(target, head, args.thinking)
         table = []
         for path in args.prompts:
-            prompts = read(target, path, args.limit, args.max_prompt_tokens)
+            prompts = read(target, path, args.limit, args.max_prompt_tokens, thinking)
             for budget, warm, sharp in itertools.product(args.budget, args.temperature, args.sharpness):
                 tree = TreeConfig(budget, args.width, builder=args.tree, sharpness=sharp)
                 sampling = SamplingConfig(args.max_new_tokens, warm, args.seed, top_p=args.top_p, top_k=args.top_k)
@@ -132,7 +131,7 @@ def main() -> int:
     except (ConfigError, OSError) as error:
         print(f"acceptance: {error}", file=sys.stderr)
         return 1
-    print(json.dumps({"settings": vars(args) | {"dtype": str(target.dtype)}, "table": table}))
+    print(json.dumps({"settings": vars(args) | {"dtype": str(target.dtype), "thinking": thinking}, "table": table}))
     return 0
 
 

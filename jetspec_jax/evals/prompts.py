@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jetspec_jax import speculate
 from jetspec_jax.config import ConfigError
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -79,11 +80,51 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The objects of a jsonl file."""
     try:
         with open(path, encoding="utf-8") as f:
-            return [json.loads(line) for line in f if line.strip()]
+            rows = [json.loads(line) for line in f if line.strip()]
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; give the folder that holds the prompt sets") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not a jsonl file in UTF-8 ({error})") from None
+    odd = next((number for number, row in enumerate(rows, 1) if not isinstance(row, dict)), None)
+    if odd is not None:
+        raise ConfigError(f"{path}: row {odd} is no JSON object")
+    return rows
+
+
+def encode(target, path: Path, thinking: bool | None = None) -> list[list[int]]:
+    """Token ids of a prompt file: {"prompt": text}, {"messages": [...]} or {"prompt_ids": [...]} a line.
+
+    target: what `load_target` returns; a file of ids alone needs no tokenizer.
+
+    Raises:
+      ConfigError: a line is none of these, by number, or there is no line.
+    """
+    ids = []
+    for number, row in enumerate(read(path), 1):
+        try:
+            ids.append(_encode(target, row, thinking))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: prompt {number}: {error}") from None
+    if not ids:
+        raise ConfigError(f"{path}: no prompt in it")
+    return ids
+
+
+def _encode(target, row: dict[str, Any], thinking: bool | None) -> list[int]:
+    given = [key for key in ("prompt", "messages", "prompt_ids") if key in row]
+    if len(given) != 1:
+        raise ConfigError('give one of {"prompt": "..."}, {"messages": [...]}, {"prompt_ids": [...]}')
+    value = row[given[0]]
+    if given[0] == "messages":
+        turns = isinstance(value, list) and all(isinstance(m, dict) for m in value)
+        if not value or not turns or not all(isinstance(m.get(k), str) for m in value for k in ("role", "content")):
+            raise ConfigError("messages must be a list of {role, content}, both text")
+        return target.encode_messages(value, thinking=thinking)
+    if given[0] == "prompt" and not isinstance(value, str):
+        raise ConfigError(f"prompt is {value!r}; text is needed")
+    if given[0] == "prompt_ids" and not (isinstance(value, list) and value and all(type(i) is int for i in value)):
+        raise ConfigError(f"prompt_ids is {str(value)[:40]}; a list of token ids is needed")
+    return speculate.prompt_ids(target, value, thinking=thinking)
 
 
 def write(path: str | Path, rows: list[dict[str, Any]]) -> None:

@@ -137,7 +137,7 @@ class Qwen3(nnx.Module):
         """Runs T fresh rows behind the first `length` slots of `cache`; tap i is the output of layer i (0-based)."""
         c = self.config
         x, product = self.embed(tokens), None
-        angles = rope.angles(positions, c.head_dim, c.rope_theta)
+        angles = rope.angles(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         fresh, before = [], {}
         for i, layer in enumerate(self.layers):
             x, product, kv = layer(x, product, angles, mask, None if cache is None else cache[i], length, ops)

@@ -38,7 +38,7 @@ def hidden(
     own = (masks.causal(slots) if c.causal else jnp.ones((1, slots, slots), bool))[0]
 
     positions = (anchors.position[..., None] + jnp.arange(slots)).reshape(batch, -1)
-    angles = rope.angles(positions, c.head_dim, c.rope_theta)
+    angles = rope.angles(positions, c.head_dim, c.rope_theta, c.rope_scaling)
     x = block.reshape(batch, count * slots, embed)
     for layer, kv in zip(head.layers, context, strict=True):
         q, k, v = layer.project(layer.normed(x), angles)

