@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 class Rule(NamedTuple):
@@ -43,12 +43,12 @@ def make_mesh(model: int = 1, devices: list | None = None) -> Mesh:
     return Mesh(np.asarray(devices).reshape(shape), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
-def frozen(tree: Any, mesh: Mesh) -> Any:
+def frozen(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Shardings of a target's parameters."""
     return _by_name(tree, mesh, "model")
 
 
-def trained(tree: Any, mesh: Mesh) -> Any:
+def trained(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Shardings of parameters in training, and of anything shaped like them: an optimiser's moments, a whole state."""
     return _by_name(tree, mesh, "data")
 
@@ -63,7 +63,7 @@ def repeated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def _by_name(tree: Any, mesh: Mesh, over: str) -> Any:
+def _by_name(tree: Any, mesh: Mesh | AbstractMesh, over: str) -> Any:
     def one(path, leaf):
         name = next((str(key.key) for key in reversed(path) if hasattr(key, "key")), "")
         axis = getattr(TABLE.get(name, Rule(None, None)), over)

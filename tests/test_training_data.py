@@ -331,6 +331,8 @@ def test_batches_by_number_and_shares_of_processes():
     assert set(names) == {n for r in data[3].rows.ravel() for n in packed.identities[r]} and data.anchored(3)
     with pytest.raises(ValueError, match="does not split"):
         Batches(packed, 5, 2, seed=1)
+    silent = Batches(packed._replace(learnt=np.zeros_like(packed.learnt)), 4, 2, seed=1)
+    assert not silent.anchored(0)
 
 
 # ---- the pool

@@ -15,14 +15,14 @@ BAR = 24  # characters
 class Journal:
     """Records of one run. Steps that were written before and lie behind where it goes on are taken back."""
 
-    def __init__(self, folder: Path, steps: int, at: int, out: TextIO = sys.stdout, bar: TextIO = sys.stderr):
+    def __init__(self, folder: Path, steps: int, at: int):
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
         kept = [r for r in read(folder) if r["step"] <= at]
         path.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
-        self._steps, self._out = steps, out
-        self._bar = bar if bar.isatty() else None
+        self._steps = steps
+        self._bar: TextIO | None = sys.stderr if sys.stderr.isatty() else None
         self._board = _board(folder)
         self._begin, self._first = time.monotonic(), at
 
@@ -42,7 +42,7 @@ class Journal:
         for name, value in _scalars(values) if self._board else ():
             self._board.add_scalar(name, value, values["step"])
         self._clear()
-        print(self._line(values), file=self._out, flush=True)
+        print(self._line(values), flush=True)
 
     def tick(self, step: int) -> None:
         """Moves the bar, on a terminal."""
