@@ -88,6 +88,13 @@ def test_flax_stays_in_models_and_drafts(path):
         assert not any(name.split(".")[0] == "flax" for name in imported(path))
 
 
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_what_only_training_needs_stays_there(path):
+    if not str(path.relative_to(PACKAGE)).startswith("training/"):
+        outside = {name.split(".")[0] for name in imported(path)}
+        assert not outside & {"optax", "grain", "orbax", "ml_collections", "pyarrow", "tensorboardX"}
+
+
 def test_configuration_needs_no_jax():
     assert "jax" not in {name.split(".")[0] for name in imported(PACKAGE / "config.py")}
 

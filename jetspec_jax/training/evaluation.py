@@ -26,7 +26,7 @@ from jetspec_jax.training.batches import Batch, Data
 from jetspec_jax.training.packing import Packed
 from jetspec_jax.training.step import Recipe
 
-GROUP = 16  # anchors of a sequence that are drafted at a time
+GROUP = 64  # anchors of a sequence that are drafted at a time
 RANKS = 8  # ranks told apart in the report
 
 
@@ -61,6 +61,7 @@ def measure(
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _drafts(recipe: Recipe, nodes: int, width: int, target_params, scale, params, part: Batch) -> Drafts:
     depth, slots = recipe.head.depth, part.tokens.shape[1]
+    size = min(GROUP, slots)
     features = teacher.run(
         recipe.target, target_params, part.tokens, part.document, part.position, recipe.head.tap_layers
     )
@@ -70,9 +71,9 @@ def _drafts(recipe: Recipe, nodes: int, width: int, target_params, scale, params
     choice = _choices(recipe, target_params, features.final)
 
     def group(first):
-        """Anchors first .. first + GROUP - 1 of every sequence."""
-        position = jnp.minimum(first + jnp.arange(GROUP), slots - 1)
-        position = jnp.broadcast_to(position, (part.tokens.shape[0], GROUP))
+        """Anchors first .. first + size - 1 of every sequence."""
+        position = jnp.minimum(first + jnp.arange(size), slots - 1)
+        position = jnp.broadcast_to(position, (part.tokens.shape[0], size))
         anchors = Anchors(position, jnp.take_along_axis(candidate, position, 1))
         block = step.blocks(recipe, target_params, part, anchors)
         hidden = step.drafted(recipe, folded, block, part, features, anchors)
@@ -85,14 +86,14 @@ def _drafts(recipe: Recipe, nodes: int, width: int, target_params, scale, params
         exists = anchor_rules.weights(anchors, part.learnt, part.document, depth, 0.0) > 0
         known = exists & (jnp.cumprod(before, -1) > 0)
 
-        def one(row):  # a sequence at a time: its logits are GROUP * D rows
+        def one(row):  # a sequence at a time: its logits are size * D rows
             return _look_up(nodes, width, table, *row)
 
         anchor = jnp.take_along_axis(part.tokens, position, 1)
         place, rank = jax.lax.map(one, (hidden, anchor, wanted, known))
         return known, place, rank
 
-    known, place, rank = jax.lax.map(group, jnp.arange(0, slots, GROUP))  # [groups, B, GROUP, D]
+    known, place, rank = jax.lax.map(group, jnp.arange(0, slots, size))  # [groups, B, size, D]
     flat = lambda x: x.swapaxes(0, 1).reshape(x.shape[1], -1, depth)[:, :slots]
     return Drafts(candidate, flat(known), flat(place), flat(rank))
 

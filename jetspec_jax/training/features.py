@@ -50,8 +50,11 @@ def scale(target, packed: Packed, taps: tuple[int, ...], sequences: int, batch: 
     return jnp.maximum(jnp.sqrt(squares / max(count, 1)), 1e-6)
 
 
-def resident(target, packed: Packed, taps: tuple[int, ...], batch: int, attention: str, place=jnp.zeros) -> Features:
-    """Features of all sequences on the device. place: makes the empty store, from shape and dtype."""
+def resident(
+    target, packed: Packed, taps: tuple[int, ...], batch: int, attention: str, place=jnp.zeros, put=jnp.asarray
+) -> Features:
+    """Features of all sequences on the device. place: makes the empty store, from shape and dtype; put: brings rows to
+    the devices."""
     count, slots = packed.tokens.shape
     room = -(-count // batch) * batch
     embed = jax.eval_shape(target.model.embed, target.params, jax.ShapeDtypeStruct((1,), jnp.int32))
@@ -67,7 +70,7 @@ def resident(target, packed: Packed, taps: tuple[int, ...], batch: int, attentio
         return Features(*map(put, store, found))
 
     for first in range(0, count, batch):
-        parts = [_padded(x[first : first + batch], batch) for x in packed[:3]]
+        parts = [put(_padded(x[first : first + batch], batch)) for x in packed[:3]]
         store = fill(target.params, store, jnp.int32(first), *parts)
     return store
 

@@ -116,8 +116,9 @@ def run(config: Settings, workdir: Path, log: Log) -> bool:
     if config.features == "memory":
         packed = _fitting(packed, target, head, mesh, log)
         place = lambda shape, dtype: jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding.split(mesh))()
+        put = lambda x: jax.device_put(x, sharding.split(mesh))
         batch = config.feature_batch * mesh.shape["data"]
-        kept = features.resident(target, packed, head.tap_layers, batch, attention, place)
+        kept = features.resident(target, packed, head.tap_layers, batch, attention, place, put)
         size = sum(x.nbytes for x in kept) / 2**30
         log(f"features: {len(packed.tokens):,} sequences, {size:.1f} GiB, {time.monotonic() - start:.0f} s")
     elif config.features == "disk":
