@@ -58,7 +58,7 @@ def restored(mesh):
     with Checkpoints(folder / "many") as checkpoints:
         return checkpoints.restore(like, 3)[0]
 
-for model, count in ((1, 1), (4, 8), (1, 2)):
+for model, count in ((4, 8), (1, 2)):
     found = restored(sharding.make_mesh(model, jax.devices()[:count]))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(many.state))
 print("same")

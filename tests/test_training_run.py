@@ -32,6 +32,7 @@ from jetspec_jax.training import (
     rows,
     settings,
     step,
+    study,
 )
 from jetspec_jax.training.batches import Batches
 from jetspec_jax.training.evaluation import Drafts
@@ -263,16 +264,13 @@ def test_overfit_drafts_close_to_the_block_limit(known, tmp_path, capsys):
 
     draft, _ = jetspec.build(HEAD, jnp.float32)
     head = load.LoadedHead(draft, step.fold(outcome.best, scale, "float32"), HEAD, "h", {}, 0.0)
-    lengths, limit = [], []
-    for e in four:
-        prompt = [int(t) for t in e.tokens[~e.learnt]]
-        got = speculate.generate(
-            target(), head, prompt, TreeConfig(8, width=4), SamplingConfig(int(e.learnt.sum()), eos=())
-        )
-        assert got.token_ids == e.tokens[e.learnt].tolist()
-        lengths += got.emitted
-        limit += [depth + 1] * (-(-(e.learnt.sum() - 1) // (depth + 1)))
-    assert len(lengths) <= 1.2 * len(limit)  # hardly more rounds than whole blocks need
+    prompts = [[int(t) for t in e.tokens[~e.learnt]] for e in four]
+    limits = [SamplingConfig(int(e.learnt.sum()), eos=()) for e in four]
+    found = speculate.generate(target(), head, prompts, TreeConfig(8, width=4), limits)
+    assert [r.token_ids for r in found] == [e.tokens[e.learnt].tolist() for e in four]
+    lengths = [n for r in found for n in r.emitted]
+    blocks = sum(-(-(limit.max_new_tokens - 1) // (depth + 1)) for limit in limits)
+    assert len(lengths) <= 1.2 * blocks  # hardly more rounds than whole blocks need
     walked = last["heldout"]["acceptance"]["8"]
     assert abs(np.mean(lengths) - walked) < 0.5  # the figure of the evaluation is the one of decoding
 
@@ -318,18 +316,23 @@ SMALL = {
 }
 
 
+def questions(folder):
+    path = folder / "rows.jsonl"
+    texts = ["ab", "cde", "f", "gh", "ijk", "l", "mn", "op", "q", "rst", "u", "v"]
+    path.write_text("".join(json.dumps({"id": f"s/{i}", "prompt": t}) + "\n" for i, t in enumerate(texts)))
+    return path
+
+
 @pytest.fixture
 def loaded(monkeypatch):
     monkeypatch.setattr(load, "load_target", lambda source, dtype: target())
 
 
 def test_the_pipeline_leaves_a_head_that_loads_bit_equal(loaded, tmp_path):
-    data = tmp_path / "rows.jsonl"
-    texts = ["ab", "cde", "f", "gh", "ijk", "l", "mn", "op", "q", "rst", "u", "v"]
-    data.write_text("".join(json.dumps({"id": f"s/{i}", "prompt": t}) + "\n" for i, t in enumerate(texts)))
-    questions = tmp_path / "prompts.jsonl"
-    questions.write_text(json.dumps({"messages": [{"role": "user", "content": "ab"}]}) + "\n")
-    given = SMALL | {"data": str(data), "target": "t", "decode_prompts": str(questions), "decode_budget": 4}
+    data = questions(tmp_path)
+    asked = tmp_path / "prompts.jsonl"
+    asked.write_text(json.dumps({"messages": [{"role": "user", "content": "ab"}]}) + "\n")
+    given = SMALL | {"data": str(data), "target": "t", "decode_prompts": str(asked), "decode_budget": 4}
     config = settings.make(given, "c")
     log = []
     assert pipeline.run(config, tmp_path / "run", log.append)
@@ -353,16 +356,45 @@ def test_the_pipeline_leaves_a_head_that_loads_bit_equal(loaded, tmp_path):
     assert not any("batch 1/" in line for line in log) and any("going on at step 2" in line for line in log)
     jax.tree.map(np.testing.assert_array_equal, load.load_head(folder, target()).params, head.params)
 
-    # The answers as a data set of their own, learnt from files, from the head that is there.
-    regenerated = tmp_path / "answers.jsonl"
+
+@pytest.mark.slow
+def test_the_answers_as_a_data_set_of_their_own(loaded, tmp_path):
+    """Regenerated rows, features in files, going on from a head that is there."""
+    data = questions(tmp_path)
+    first = settings.make(SMALL | {"data": str(data), "target": "t", "eval_sequences": 0}, "c")
+    assert pipeline.run(first, tmp_path / "run", lambda line: None)
+    folder, regenerated, log = tmp_path / "run" / "head", tmp_path / "answers.jsonl", []
     asked = regenerate.ask(target(), rows.read(data), 9, None)
     regenerate.write_rows(regenerated, target(), asked, answer_store.read(tmp_path / "run" / "answers"))
     change = {"data": str(regenerated), "answers": "corpus", "features": "disk", "init_head": str(folder), "steps": 1}
-    log.clear()
     assert pipeline.run(settings.make(SMALL | change | {"target": "t"}, "c"), tmp_path / "second", log.append)
     assert any(line.startswith("data: 12 rows read, 12 used") for line in log)
     assert "12 rows with their own answers" in (tmp_path / "second" / "head" / "README.md").read_text()
     assert (tmp_path / "second" / "features" / "manifest.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_study_goes_on_and_ends_with_one_table(loaded, tmp_path, monkeypatch, capsys):
+    data = tmp_path / "rows.jsonl"
+    texts = [("ab", "cde"), ("f", "gh"), ("ijk", "lmn"), ("l", "op"), ("mn", "qrs"), ("op", "tu"), ("q", "vw")]
+    lines = [{"id": f"s/{i}", "prompt": q, "response": a} for i, (q, a) in enumerate(texts)] + [{"prompt": "none"}]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = tmp_path / "c.py"
+    path.write_text(f"def get_config():\n  return {SMALL | {'steps': 1, 'target': 't'}!r}\n")
+    monkeypatch.setattr(study, "BUDGETS", (2, 4))
+    two = ("forward KL, causal, gamma 0", "corpus answers, forward KL, causal, gamma 0")
+    monkeypatch.setattr(study, "VARIANTS", {name: study.VARIANTS[name] for name in two})
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "ab"}]}) + "\n")
+    command = [f"--config={path}", f"--data={data}", f"--workdir={tmp_path / 'w'}", f"--prompts={prompts}", "--steps=1"]
+    assert study.main([*command, "--max_minutes=1e-9"]) == 0
+    assert "time is up" in capsys.readouterr().err
+    assert study.main(command) == 0
+    out = capsys.readouterr()
+    table = [line.split(" | ") for line in out.out.splitlines() if line.startswith("| ")]
+    assert len(table) == 4 and table[2][1].endswith("(1.00)") and table[3][1] and "study: done" in out.err
+    assert len((tmp_path / "w" / "shared" / "rows.jsonl").read_text().splitlines()) == 7
+    assert study.main(command) == 0 and "step 1/1" not in capsys.readouterr().out
 
 
 def test_the_curves_are_drawn_or_the_missing_package_is_named(tmp_path, capsys):
