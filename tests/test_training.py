@@ -256,7 +256,8 @@ def test_packing_loses_nothing_and_fills_well():
 
 @functools.lru_cache(None)
 def update():
-    return jax.jit(step.update, static_argnums=0)
+    cheap = {"xla_backend_optimization_level": 0}  # compiling is most of the time here
+    return jax.jit(step.update, static_argnums=0, compiler_options=cheap)
 
 
 @functools.lru_cache(None)
