@@ -1,16 +1,13 @@
 """Trains a draft head.
 
-    python train.py --config configs/demo.py --workdir DIR [--config.KEY=VALUE ...]
+    python train.py --config configs/NAME.py --workdir DIR [--config.KEY=VALUE ...]
 
-Stages: prompt pool, answers of the target, features, training, export to DIR/head. Each leaves its output in DIR; the
-same command again goes on where it stopped. Exit status: 0 done or out of time, 2 wrong options, 1 other errors.
+Stages: prompts, answers of the target, features, training, export to DIR/head. Each leaves its output in DIR; the same
+command again goes on where it stopped, also after SIGTERM. Exit status: 0 done or out of time, 2 wrong options, 1 other
+errors, 130 interrupted. The keys, with defaults and meanings, are in jetspec_jax/training/settings.py.
 """
 
 import sys
-
-from jetspec_jax import demo
-from jetspec_jax.config import ConfigError
-from jetspec_jax.training import options, pipeline
 
 
 def main(argv: list[str]) -> int:
@@ -18,18 +15,36 @@ def main(argv: list[str]) -> int:
     if not argv or set(argv) & {"-h", "--help"}:
         print(__doc__, file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
+
+    from jetspec_jax.config import ConfigError
+    from jetspec_jax.training import options
+
+    say = lambda line: print(line, file=sys.stderr, flush=True)
     try:
         config, workdir = options.parse(argv)
-        pipeline.check(config)
+        config.check_files()
     except ConfigError as error:
-        print(f"train.py: {error}", file=sys.stderr)
+        say(f"train.py: {error}")
         return 2
+
+    import jax
+
+    from jetspec_jax import demo
+    from jetspec_jax.training import loop, pipeline
+
     demo.keep_programs()
     try:
-        pipeline.run(config, workdir, log=lambda line: print(line, file=sys.stderr, flush=True))
-    except (ConfigError, OSError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
+        pipeline.run(config, workdir, log=say)
+    except (ConfigError, loop.TrainingError, OSError) as error:
+        say(f"train.py: {error}")
         return 1
+    except jax.errors.JaxRuntimeError as error:
+        hint = "if the device is full: smaller --config.batch, anchors, loss_chunk or feature_batch, or remat=true"
+        say(f"train.py: {str(error).splitlines()[0][:200]} ({hint})")
+        return 1
+    except KeyboardInterrupt:
+        say("train.py: interrupted; the same command goes on at the last checkpoint")
+        return 130
     return 0
 
 

@@ -12,6 +12,7 @@ Dimension legend, used in signatures, einsum letters and comments of the whole p
     D draft depth    W width                      L layers           N query heads
     K kv heads       H head dim                   E embed            F feed-forward (of a head: tapped features)
     X experts        V vocabulary                 C context rows     R rows, as said beside
+    A anchors of a sequence (training)
 """
 
 import importlib

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -12,9 +14,31 @@ def precision(dtype) -> jax.lax.Precision:
 
 
 def einsum(spec: str, x: jax.Array, w: jax.Array, out: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """`jnp.einsum` accumulated in f32, returned in `out` or the dtype of `x`."""
+    """`jnp.einsum` accumulated in f32, returned in `out` or the dtype of `x`.
+
+    Its gradient products run in the dtype of `x`, however wide the result was: a 16-bit operand beside an f32 cotangent
+    would be widened, and the product would leave the fast units.
+    """
+    return _einsum(spec, jnp.dtype(out or x.dtype), x, w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _einsum(spec, out, x, w):
     y = jnp.einsum(spec, x, w, precision=precision(x.dtype), preferred_element_type=jnp.float32)
-    return y.astype(out or x.dtype)
+    return y.astype(out)
+
+
+def _forward(spec, out, x, w):
+    return _einsum(spec, out, x, w), (x, w)
+
+
+def _backward(spec, out, operands, cotangent):
+    x, w = operands
+    narrow = functools.partial(jnp.einsum, spec, precision=precision(x.dtype), preferred_element_type=x.dtype)
+    return jax.vjp(narrow, x, w)[1](cotangent.astype(x.dtype))
+
+
+_einsum.defvjp(_forward, _backward)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -58,12 +58,19 @@ class Tokenizer:
 
         messages: {"role", "content"}, oldest first. thinking: passed to templates that know it, None leaves it out.
         """
+        return self.encode(self.render_chat(messages, thinking))
+
+    def render_chat(
+        self, messages: Sequence[dict[str, str]], thinking: bool | None = None, answer_follows: bool = True
+    ) -> str:
+        """The conversation as the chat template writes it; `answer_follows` opens the assistant's turn at its end."""
         extra = {} if thinking is None else {"enable_thinking": thinking}
         try:
-            text = self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **extra)
+            return self._inner.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=answer_follows, **extra
+            )
         except Exception as error:  # templates raise what they like
             raise ConfigError(f"messages: the chat template refuses them ({_line(error)})") from None
-        return self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; special tokens are left out, spaces are kept as they are."""

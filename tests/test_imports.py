@@ -104,6 +104,13 @@ def test_flax_stays_in_models_and_drafts(path):
         assert not any(name.split(".")[0] == "flax" for name in imported(path))
 
 
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_what_only_training_needs_stays_there(path):
+    if not str(path.relative_to(PACKAGE)).startswith("training/"):
+        outside = {name.split(".")[0] for name in imported(path)}
+        assert not outside & {"optax", "grain", "orbax", "ml_collections", "pyarrow", "tensorboardX"}
+
+
 @pytest.mark.parametrize("name", ["config", "rope_scaling"])
 def test_configuration_needs_no_jax(name):
     assert "jax" not in {full.split(".")[0] for full in imported(PACKAGE / f"{name}.py")}

@@ -1,106 +1,43 @@
-"""Training: masks, losses, the loop and what it saves, on a two-layer random target."""
+"""What a training step computes: masks, anchors, weights, losses, gradients, and what it must not depend on."""
 
 import dataclasses
 import functools
-import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from small import HEAD, WIDTH, batch, example, random_examples, random_params, recipe, target
 
-from jetspec_jax import load, masks, rope
+from jetspec_jax import masks, numerics, rope
 from jetspec_jax.attention import attend
-from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig
 from jetspec_jax.drafts import jetspec
-from jetspec_jax.evals import prompts
-from jetspec_jax.models import qwen3
 from jetspec_jax.numerics import rms_norm
 from jetspec_jax.training import anchors as anchor_rules
-from jetspec_jax.training import answers as answer_store
-from jetspec_jax.training import (
-    features,
-    forward,
-    loop,
-    losses,
-    options,
-    pipeline,
-    regenerate,
-    step,
-)
+from jetspec_jax.training import features, forward, losses, packing, step, teacher
 from jetspec_jax.training.anchors import Anchors
+from jetspec_jax.training.losses import Mix
 
-WIDTH = 24
-MODEL = ModelConfig("qwen3", 48, 16, 4, 2, 1, 8, 24, 1e-6, 1e4, 512, True, True, eos_token_ids=(1,))
-HEAD = HeadConfig(48, 16, 2, 2, 1, 8, 24, 1e-6, 1e4, 512, 4, 4, 3, (0, 1), True)
-
-
-def random_params(shapes, seed):
-    leaves, structure = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    drawn = [
-        0.3 * jax.random.normal(k, x.shape) if len(x.shape) > 1 else 1 + 0.1 * jax.random.normal(k, x.shape)
-        for k, x in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, drawn)
+ONES = jnp.ones(32)
 
 
-@pytest.fixture(scope="module")
-def target():
-    model, shapes = qwen3.build(MODEL, jnp.float32)
-    params = random_params(shapes, 0)
-    return load.LoadedTarget(
-        model, params, MODEL, "float32", MODEL.eos_token_ids, "tiny.gguf", "f00d", 0.0, lambda: None
-    )
-
-
-@pytest.fixture(scope="module")
-def answered(target, tmp_path_factory):
-    """Five prompts with the target's greedy answers."""
-    folder = tmp_path_factory.mktemp("answers")
-    prompts = [[5, 6, 7], [9] * 9, [], [8, 2], [11, 12, 13, 14], [4, 4]]
-    args = {"batch": 2, "max_prompt": 9, "max_new": 15, "save_batches": 1}
-    assert regenerate.regenerate(target, prompts, folder, **args)
-    return folder, prompts, args
-
-
-def plain(target, row):
-    """The target's forward over one row, padded to one width."""
-    tokens = np.zeros((1, WIDTH), np.int32)
-    tokens[0, : row.size] = row
-    forward = jax.jit(target.model.forward, static_argnames="taps")
-    return forward(target.params, tokens, jnp.arange(WIDTH)[None], masks.causal(WIDTH), taps=HEAD.tap_layers)
-
-
-def recipe(target, steps=4, **change):
-    values = {
-        "target": target.model,
-        "head": HEAD,
-        "dtype": "float32",
-        "width": WIDTH,
-        "anchors": 4,
-        "gamma": 7.0,
-        "loss": "forward_kl",
-        "temperature": 1.0,
-        "loss_chunk": 16,
-        "peak_lr": 1e-2,
-        "steps": steps,
-    }
-    return step.Recipe(**values | change)
-
-
-def dense_mask(positions, slots, block, causal=True):
+def dense_mask(positions, document, block, causal=True):
     """[A * T, S + A * T] of the rules that the forward keeps apart."""
     anchors = Anchors(jnp.array([positions]), jnp.ones((1, len(positions)), bool))
-    seen = np.asarray(anchor_rules.seen(anchors, slots))[0]
+    seen = np.asarray(anchor_rules.seen(anchors, jnp.array([document])))[0]
     own = np.asarray(masks.causal(block))[0] if causal else np.ones((block, block), bool)
     return np.concatenate([seen.repeat(block, 0), np.kron(np.eye(len(positions), dtype=bool), own)], axis=1)
 
 
-def test_worked_mask_example():
-    """Sequence of 7, block of 3, anchors 2 and 4: context strictly before each anchor, causal inside its block."""
+def head_of(config=HEAD, seed=1):
+    draft, shapes = jetspec.build(config, jnp.float32)
+    params = random_params(shapes, seed)
+    return draft, params, nnx.merge(draft.graphdef, nnx.State(params))
+
+
+def test_worked_example():
+    """Sequence of 7, block of 3, anchors 2 and 4: mask, positions, labels and teacher rows."""
     expected = """1100000 100 000
                   1100000 110 000
                   1100000 111 000
@@ -108,29 +45,32 @@ def test_worked_mask_example():
                   1111000 000 110
                   1111000 000 111"""
     rows = [[int(x) for x in line.replace(" ", "")] for line in expected.split("\n")]
-    np.testing.assert_array_equal(dense_mask([2, 4], 7, 3), np.array(rows, bool))
+    np.testing.assert_array_equal(dense_mask([2, 4], [1] * 7, 3), np.array(rows, bool))
+    anchors = Anchors(jnp.array([[2, 4]]), jnp.ones((1, 2), bool))
+    label = anchor_rules.labels(anchors, 7, 2)
+    assert label.tolist() == [[[3, 4], [5, 6]]] and (label - 1).tolist() == [[[2, 3], [4, 5]]]
+    learnt, document = jnp.ones((1, 7), bool), jnp.ones((1, 7), jnp.int32)
+    assert anchor_rules.weights(anchors, learnt, document, 2, 0.0).tolist() == [[[1, 1], [1, 1]]]
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_forward_equals_dense_attention_and_inference(causal):
-    """One joined attention a block equals one masked attention over everything, and the head as it decodes."""
-    config = dataclasses.replace(HEAD, causal=causal)
-    draft, shapes = jetspec.build(config, jnp.float32)
-    params = random_params(shapes, 1)
-    head = nnx.merge(draft.graphdef, nnx.State(params))
+    """Two partial attentions joined equal one masked attention, the fused form, and the head as it decodes."""
+    config = dataclasses.replace(HEAD, causal=causal, num_layers=2)
+    draft, params, head = head_of(config)
     positions, block = [3, 8], config.block_size
     anchors = Anchors(jnp.array([positions, positions]), jnp.array([[True, True], [True, False]]))
     taps = jax.random.normal(jax.random.key(2), (2, 12, 32))
     slots = jax.random.normal(jax.random.key(3), (2, 2, block, 16))
-    got = jax.jit(functools.partial(forward.hidden, head))(slots, anchors, taps)
+    where = jnp.ones((2, 12), jnp.int32), jnp.broadcast_to(jnp.arange(12), (2, 12))
+    got = jax.jit(functools.partial(forward.hidden, head))(slots, anchors, taps, *where)
     assert np.isfinite(got).all()
-
-    mask = jnp.asarray(dense_mask(positions, 12, block, causal))[None]
+    mask = jnp.asarray(dense_mask(positions, [1] * 12, block, causal))[None]
 
     @jax.jit
     def dense(slots, taps):
-        where = jnp.concatenate([a + jnp.arange(block) for a in positions])[None]
-        angles = rope.angles(where, config.head_dim, config.rope_theta)
+        at = jnp.concatenate([a + jnp.arange(block) for a in positions])[None]
+        angles = rope.angles(at, config.head_dim, config.rope_theta)
         context = head.context_kv(head.context(taps), jnp.arange(12)[None])
         x = slots.reshape(1, -1, 16)
         for layer, (ck, cv) in zip(head.layers, context, strict=True):
@@ -149,174 +89,289 @@ def test_forward_equals_dense_attention_and_inference(causal):
         np.testing.assert_allclose(decoding(slots[:1, i], jnp.array([a]))[0], got[0, i], atol=1e-5)
 
 
+def test_the_fused_form_of_attention_is_the_same():
+    keys = jax.random.split(jax.random.key(0), 5)
+    q = jax.random.normal(keys[0], (2, 8, 4, 8))
+    block = tuple(jax.random.normal(k, (2, 2, 8, 8)) for k in keys[1:3])
+    context = tuple(jax.random.normal(k, (2, 2, 12, 8)) for k in keys[3:])
+    anchors = Anchors(jnp.array([[3, 8], [5, 0]]), jnp.array([[True, True], [True, False]]))
+    seen = anchor_rules.seen(anchors, jnp.ones((2, 12), jnp.int32))
+    own = masks.causal(4)[0]
+    fused = jax.jit(forward._fused, static_argnums=5)(q, block, context, seen, own, "xla")
+    np.testing.assert_allclose(fused, jax.jit(forward._attend)(q, block, context, seen, own), atol=1e-5)
+
+
 def test_a_slot_depends_on_what_it_may_see_and_on_nothing_else():
-    draft, shapes = jetspec.build(HEAD, jnp.float32)
-    head = nnx.merge(draft.graphdef, nnx.State(random_params(shapes, 1)))
+    _, _, head = head_of()
     anchors = Anchors(jnp.array([[3, 8]]), jnp.ones((1, 2), bool))
+    document = [1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2]  # the second anchor is in the second document
+    where = jnp.array([document]), jnp.array([[*range(6), *range(6)]])
     taps = jax.random.normal(jax.random.key(2), (1, 12, 32))
     slots = jax.random.normal(jax.random.key(3), (1, 2, 4, 16))
     to_slots, to_taps = jax.jit(
-        jax.jacrev(lambda s, t: forward.hidden(head, s, anchors, t).sum(-1)[0], argnums=(0, 1))
+        jax.jacrev(lambda s, t: forward.hidden(head, s, anchors, t, *where).sum(-1)[0], argnums=(0, 1))
     )(slots, taps)
     reads = np.abs(to_slots[:, :, 0]).sum(-1) > 0  # [A, T, A, T]
-    np.testing.assert_array_equal(reads.reshape(8, 8), dense_mask([3, 8], 12, 4)[:, 12:])
+    mask = dense_mask([3, 8], document, 4)
+    np.testing.assert_array_equal(reads.reshape(8, 8), mask[:, 12:])
     context = np.abs(to_taps[:, :, 0]).sum(-1) > 0
-    np.testing.assert_array_equal(context.reshape(8, 12), dense_mask([3, 8], 12, 4)[:, :12])
+    np.testing.assert_array_equal(context.reshape(8, 12), mask[:, :12])
+    assert mask[4:, 6:8].all() and not mask[4:, :6].any()
 
 
 def test_anchors_lie_on_answer_tokens_with_a_successor():
-    drawn = anchor_rules.sample(jax.random.key(0), jnp.array([3, 9, 5]), jnp.array([9, 10, 5]), 8, 12)
+    learnt = np.zeros((3, 12), bool)
+    learnt[0, 3:9] = learnt[1, 9:10] = True
+    document = jnp.ones((3, 12), jnp.int32)
+    candidate = anchor_rules.candidates(jnp.asarray(learnt), document)
+    keys = jax.random.split(jax.random.key(0), 3)
+    drawn = anchor_rules.sample(keys, candidate, 8)
     valid = [np.asarray(p)[v] for p, v in zip(drawn.position, np.asarray(drawn.valid), strict=True)]
     assert [v.tolist() for v in valid] == [[3, 4, 5, 6, 7], [], []]
-    few = anchor_rules.sample(jax.random.key(1), jnp.array([2]), jnp.array([12]), 3, 12)
-    assert few.valid.all() and (np.diff(few.position[0]) > 0).all() and few.position.min() >= 2
-    weight = anchor_rules.weights(drawn, jnp.array([9, 10, 5]), 3, 2.0)
+    weight = anchor_rules.weights(drawn, jnp.asarray(learnt), document, 3, 2.0)
     np.testing.assert_allclose(weight[0, 4], [1, 0, 0])
     np.testing.assert_allclose(weight[0, 0], np.exp(-np.arange(3) / 2), rtol=1e-6)
-    assert anchor_rules.weights(drawn, jnp.array([9, 10, 5]), 3, 0.0)[0, 0].tolist() == [1, 1, 1]
+    assert anchor_rules.weights(drawn, jnp.asarray(learnt), document, 3, 0.0)[0, 0].tolist() == [1, 1, 1]
+
+    long = jnp.arange(12)[None] >= 2
+    few = anchor_rules.sample(keys[:1], anchor_rules.candidates(long, document[:1]), 3)
+    assert few.valid.all() and (np.diff(few.position[0]) > 0).all() and few.position.min() >= 2
 
 
-@pytest.mark.parametrize(("kind", "temperature"), [("forward_kl", 1.0), ("forward_kl", 2.0), ("cross_entropy", 1.0)])
-def test_chunked_loss_equals_the_whole(kind, temperature):
+def test_no_label_behind_a_gap_or_in_another_document():
+    one = lambda position: Anchors(jnp.array([[position]]), jnp.ones((1, 1), bool))
+    learnt = jnp.array([[0, 1, 1, 0, 1, 1, 1, 1]], bool)
+    document = jnp.array([[1, 1, 1, 1, 1, 1, 2, 2]])
+    assert anchor_rules.candidates(learnt, document)[0].nonzero()[0].tolist() == [1, 4, 6]
+    weigh = lambda a: anchor_rules.weights(one(a), learnt, document, 4, 0.0)[0, 0].tolist()
+    assert weigh(1) == [1, 0, 0, 0]  # the answer goes on at 4, behind another's turn
+    assert weigh(4) == [1, 0, 0, 0]
+    assert weigh(6) == [1, 0, 0, 0]
+
+
+MIXES = [Mix(), Mix(temperature=2.0), Mix(0, 0, 1), Mix(0, 1, 0, 1.5), Mix(0.5, 0.2, 0.3)]
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=str)
+def test_chunked_loss_equals_the_whole(mix):
     keys = jax.random.split(jax.random.key(4), 4)
     table = jax.random.normal(keys[0], (48, 16))
     rows = losses.Rows(
-        jax.random.normal(keys[1], (23, 16)),
-        jax.random.normal(keys[2], (23, 16)),
-        jnp.arange(23) % 48,
-        jax.random.uniform(keys[3], (23,)) * (jnp.arange(23) % 5 > 0),
+        jax.random.normal(keys[1], (2, 23, 16)),
+        jax.random.normal(keys[2], (2, 23, 16)),
+        jnp.arange(46).reshape(2, 23) % 48,
+        jax.random.uniform(keys[3], (2, 23)) * (jnp.arange(23) % 5 > 0),
     )
 
     def whole(draft):
-        q, p = draft @ table.T / temperature, jax.nn.softmax(rows.teacher @ table.T / temperature)
-        q = jax.nn.log_softmax(q)
-        each = (
-            temperature**2 * (p * (jnp.log(p) - q)).sum(-1) if kind == "forward_kl" else -q[jnp.arange(23), rows.label]
-        )
-        return (each * rows.weight).sum() / rows.weight.sum()
+        z, t = draft @ table.T, mix.temperature
+        log_p, log_q = jax.nn.log_softmax(rows.teacher @ table.T / t), jax.nn.log_softmax(z / t)
+        each = mix.forward_kl * t**2 * (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
+        each += mix.reverse_kl * t**2 * (jnp.exp(log_q) * (log_q - log_p)).sum(-1)
+        label = jnp.take_along_axis(jax.nn.log_softmax(z), rows.label[..., None], -1)[..., 0]
+        return ((each - mix.cross_entropy * label) * rows.weight).sum()
 
     value, gradient = jax.value_and_grad(whole)(rows.draft)
-    got = losses.distill(table, rows, kind, temperature, chunk=8)
+    got = jax.jit(losses.distill, static_argnums=(2, 3))(table, rows, mix, 10)
     np.testing.assert_allclose(got.value, value, rtol=1e-5)
-    np.testing.assert_allclose(got.gradient, gradient, atol=1e-5)
-    best = (rows.teacher @ table.T).argmax(-1) if kind == "forward_kl" else rows.label
+    np.testing.assert_allclose(got.gradient, gradient, atol=1e-5 * np.abs(gradient).max())
+    best = (rows.teacher @ table.T).argmax(-1) if mix.teaches else rows.label
     np.testing.assert_array_equal(got.hit, (rows.draft @ table.T).argmax(-1) == best)
+
+
+def test_a_certain_teacher_and_a_broken_padding_row_give_a_finite_loss():
+    table = jnp.eye(8) * 400
+    draft = jnp.zeros((1, 3, 8)).at[0, 2].set(jnp.nan)
+    teacher_rows = jnp.zeros((1, 3, 8)).at[0, 0, 5].set(1.0)  # its distribution is one-hot
+    rows = losses.Rows(draft, teacher_rows, jnp.array([[5, 0, 0]]), jnp.array([[1.0, 1.0, 0.0]]))
+    for mix in (Mix(), Mix(0, 1, 0), Mix(0, 0, 1)):
+        got = losses.distill(table, rows, mix)
+        assert np.isfinite(got.value) and np.isfinite(got.gradient).all()
+        assert not got.gradient[0, 2].any()
 
 
 def test_run_length():
     hit = jnp.array([[[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]], bool)
     exists = jnp.array([[[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]], bool)
-    mean, first = losses.run_length(hit, exists)
-    assert float(mean) == pytest.approx(1 + (2 + 0 + 2) / 3) and float(first) == pytest.approx(2 / 3)
+    run, first, blocks = losses.run_length(hit, exists)
+    assert (float(run), float(first), float(blocks)) == (3 + 1 + 3, 2, 3)
 
 
-def test_answers_are_the_targets_and_come_exactly_once(target, answered, tmp_path):
-    folder, prompts, args = answered
-    known = answer_store.read(folder)
-    assert sorted(known.prompt) == [0, 1, 3, 4, 5] and len(list(folder.iterdir())) == 3
-    for i, row in zip(known.prompt, known.rows(), strict=True):
-        assert row[: len(prompts[i])].tolist() == prompts[i]
-        best = target.model.logits(target.params, plain(target, row).hidden)[0].argmax(-1)
-        assert best[len(prompts[i]) - 1 : row.size - 1].tolist() == row[len(prompts[i]) :].tolist()
-
-    left = iter([True, True])  # stopped after two batches of three, then called again
-    assert not regenerate.regenerate(target, prompts, tmp_path, **args, on_time=lambda: next(left, False))
-    assert regenerate.regenerate(target, prompts, tmp_path, **args)
-    for a, b in zip(answer_store.read(tmp_path), known, strict=True):
-        np.testing.assert_array_equal(a, b)
-    with pytest.raises(ConfigError, match="another pool"):
-        regenerate.regenerate(target, [[7, 7, 7]], tmp_path, **args)
+def test_gradient_products_stay_in_the_operands_dtype():
+    x, w = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 2), jnp.bfloat16)
+    text = str(jax.make_jaxpr(jax.grad(lambda w: numerics.einsum("re,ef->rf", x, w, jnp.float32).sum()))(w))
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(products) >= 1 and all("bf16" in line for line in products[1:])
+    f = lambda x, w: (numerics.einsum("re,ef->rf", x, w) ** 2).sum()
+    g = lambda x, w: (jnp.einsum("re,ef->rf", x, w) ** 2).sum()
+    wide = jax.random.normal(jax.random.key(0), (4, 8)), jax.random.normal(jax.random.key(1), (8, 2))
+    for got, wanted in zip(jax.grad(f, (0, 1))(*wide), jax.grad(g, (0, 1))(*wide), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
 
-def test_loops_are_cut_to_two_periods():
-    body = np.array([9, 8] + [1, 2, 3] * 12, np.uint16)
-    one = lambda x: np.array([x])
-    row = answer_store.join([np.concatenate([[7, 7], body])], one(0), one(0), one(2), one(2 + body.size), one(True))
-    cut = answer_store.without_loops(row)
-    assert cut.tokens.tolist() == [7, 7, 9, 8, 1, 2, 3, 1, 2, 3] and not cut.ended[0]
-    assert answer_store.fitting(row, 40, seed=0).length.tolist() == [40]
-    assert answer_store.fitting(row, 39, seed=0).length.size == 0
-    plain = answer_store.join([np.arange(40)], one(0), one(0), one(2), one(40), one(True))
-    assert answer_store.without_loops(plain).length[0] == 40
+# ---- packing
 
 
-def test_features_are_the_targets(target, answered):
-    known = answer_store.usable(answer_store.read(answered[0]), trim_loops=False)
-    store = features.compute(target.model, target.params, HEAD.tap_layers, known, WIDTH, batch=2)
-    batch = features.fetch(store, jnp.arange(len(known.length)), WIDTH)
-    squares = []
-    for i, row in enumerate(known.rows()):
-        out = plain(target, row)
-        np.testing.assert_allclose(batch.taps[i, : row.size], out.taps[0, : row.size], atol=1e-5)
-        np.testing.assert_allclose(batch.final[i, : row.size], out.hidden[0, : row.size], atol=1e-5)
-        np.testing.assert_array_equal(batch.tokens[i, : row.size], row)
-        squares.append(np.asarray(out.taps[0, : row.size]) ** 2)
-    np.testing.assert_allclose(store.scale, np.sqrt(np.concatenate(squares).mean(0)), rtol=1e-4)
+def run_target(packed, rows):
+    p = packed.select(np.asarray(rows))
+    t = target()
+    run = jax.jit(teacher.run, static_argnums=(0, 5))
+    return run(t.model, t.params, p.tokens, p.document, p.position, HEAD.tap_layers)
 
 
-def test_overfits_a_few_answers_and_resumes_to_the_same_bits(target, answered, tmp_path):
-    known = answer_store.usable(answer_store.read(answered[0]), trim_loops=False)
-    store = features.compute(target.model, target.params, HEAD.tap_layers, known, WIDTH, batch=2)
-    rows, args = np.arange(4), {"batch": 4, "log_every": 10, "eval_every": 40, "save_every": 1000}
-    long = recipe(target, steps=80)
-    whole = loop.train(long, target.params, store, rows, rows[:1], tmp_path / "whole", **args)
-    first, *_, last = map(json.loads, (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines())
-    assert last["loss"] < 0.5 * first["loss"] and last["run_length"] > first["run_length"] + 0.5
-    assert last["heldout_run_length"] > 1
-
-    clock = iter([True] * 30)
-    stopped = loop.train(
-        long, target.params, store, rows, rows[:1], tmp_path / "halves", **args, on_time=lambda: next(clock, False)
+def test_a_packed_document_is_as_if_alone():
+    a, b, c = (example(n, np.arange(4, 4 + s) % 48, 2) for n, s in (("a", 9), ("b", 14), ("c", 30)))
+    packed = packing.pack([a, b], WIDTH)
+    assert packed.tokens.shape == (1, WIDTH) and packed.identities == (("b", "a"),)
+    assert packed.position[0].tolist() == [*range(14), *range(9), 0]
+    together, alone = run_target(packed, [0]), run_target(packing.pack([a], WIDTH), [0])
+    for x, y in zip(together, alone, strict=True):
+        np.testing.assert_allclose(x[0, 14:23], y[0, :9], atol=1e-5)
+    plain = target().model.forward(
+        target().params, jnp.asarray(a.tokens)[None], jnp.arange(9)[None], masks.causal(9), taps=HEAD.tap_layers
     )
-    assert int(stopped.step) == 30
-    resumed = loop.train(long, target.params, store, rows, rows[:1], tmp_path / "halves", **args)
-    jax.tree.map(np.testing.assert_array_equal, resumed, whole)
+    np.testing.assert_allclose(alone.taps[0, :9], plain.taps[0], atol=1e-5)
+    np.testing.assert_allclose(alone.final[0, :9], plain.hidden[0], atol=1e-5)
+    other = packing.pack([a, example("b", np.arange(14) + 20, 2)], WIDTH)
+    np.testing.assert_array_equal(run_target(other, [0]).final[0, 14:23], together.final[0, 14:23])
+    with pytest.raises(ValueError, match="c: 30 tokens"):
+        packing.pack([c], WIDTH)
 
 
-def test_folding_the_scale_keeps_the_numbers(target):
-    params = step.init(recipe(target), target.params).params
+def test_packing_loses_nothing_and_fills_well():
+    known = random_examples(200)
+    packed = packing.pack(known, 64)
+    assert sorted(n for names in packed.identities for n in names) == sorted(e.identity for e in known)
+    assert (packed.document > 0).sum() == sum(e.tokens.size for e in known)
+    assert (packed.document > 0).mean() > 0.95 and packed.learnt.sum() == sum(e.learnt.sum() for e in known)
+    by_name = {e.identity: e for e in known}
+    for i, names in enumerate(packed.identities):
+        for number, name in enumerate(names, 1):
+            here = packed.document[i] == number
+            np.testing.assert_array_equal(packed.tokens[i, here], by_name[name].tokens)
+
+
+# ---- the step
+
+
+@functools.lru_cache(None)
+def update():
+    cheap = {"xla_backend_optimization_level": 0}  # compiling is most of the time here
+    return jax.jit(step.update, static_argnums=0, compiler_options=cheap)
+
+
+@functools.lru_cache(None)
+def start(r):
+    return jax.jit(lambda norm: step.init(r, norm))(target().params["norm"])
+
+
+def advance(r, state, b, kept=None):
+    return update()(r, target().params, ONES, kept, state, b)
+
+
+def test_loss_and_gradient_of_a_document_do_not_depend_on_its_neighbour():
+    """B packed behind A, B alone, and B behind another A: the same loss and the same step, every anchor drawn."""
+    b = example("b", np.random.default_rng(0).integers(4, 48, 8), 3)
+    silent = lambda seed: dataclasses.replace(
+        example("a", np.random.default_rng(seed).integers(4, 48, 12), 2), learnt=np.zeros(12, bool)
+    )
+    r = recipe()
+    results = []
+    for known in ([b], [silent(1), b], [silent(2), b]):
+        packed = packing.pack(known, WIDTH)
+        results.append(advance(r, start(r), batch(packed, [0, 0])))
+    for state, metrics in results[1:]:
+        assert metrics.blocks == 8 and float(metrics.loss) == pytest.approx(float(results[0][1].loss), rel=1e-5)
+        moments = lambda s: jax.tree.leaves(s.optimizer)
+        for x, y in zip(moments(state), moments(results[0][0]), strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-6)
+
+
+def test_parts_add_up_to_the_whole_batch():
+    packed = packing.pack(random_examples(20), WIDTH)
+    r = recipe()
+    whole, metrics = advance(r, start(r), batch(packed, [3, 1]))
+    parts, same = advance(r, start(r), batch(packed, [3, 1], parts=2))
+    for x, y in zip(metrics, same, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), whole.params, parts.params)
+
+
+def test_kept_features_and_recomputed_layers_give_the_same_step():
+    packed = packing.pack(random_examples(20), WIDTH)
+    r = recipe()
+    online, metrics = advance(r, start(r), batch(packed, [3, 1]))
+    kept = features.resident(target(), packed, HEAD.tap_layers, 4, "xla")
+    state, same = advance(dataclasses.replace(r, remat=True), start(r), batch(packed, [3, 1]), kept)
+    assert float(same.loss) == pytest.approx(float(metrics.loss), rel=1e-6)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), state.params, online.params)
+
+
+def test_a_batch_without_an_anchor_changes_nothing():
+    silent = dataclasses.replace(example("a", range(12), 2), learnt=np.zeros(12, bool))
+    r = recipe()
+    before, _ = advance(r, start(r), batch(packing.pack(random_examples(4), WIDTH), [0, 1]))
+    after, metrics = advance(r, before, batch(packing.pack([silent], WIDTH), [0, 0]))
+    assert int(after.step) == 1 and int(after.position) == 2 and int(after.broken) == -1
+    assert np.isfinite(metrics.loss)
+    jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
+    jax.tree.map(np.testing.assert_array_equal, after.optimizer, before.optimizer)
+
+
+def test_the_first_value_that_is_not_finite_freezes_the_state():
+    packed = packing.pack(random_examples(8), WIDTH)
+    r = recipe()
+    before, _ = advance(r, start(r), batch(packed, [0, 0]))
+    broken = before._replace(params=before.params | {"fc": before.params["fc"] * jnp.inf})
+    after, _ = advance(r, broken, batch(packed, [1, 1]))
+    assert int(after.step) == 1 and int(after.broken) == 1
+    later, metrics = advance(r, after._replace(params=before.params), batch(packed, [2, 2]))
+    assert np.isfinite(metrics.loss) and int(later.broken) == 1 and int(later.step) == 1
+    jax.tree.map(np.testing.assert_array_equal, later.params, before.params)
+
+
+def test_the_target_is_never_differentiated(monkeypatch):
+    """Its forward, embedding and lm_head refuse to be, and a step does not notice."""
+
+    @jax.custom_vjp
+    def guard(x):
+        return x
+
+    def refuse(_, cotangent):
+        raise AssertionError("a gradient of the target")
+
+    guard.defvjp(lambda x: (x, None), refuse)
+    with pytest.raises(AssertionError, match="gradient of the target"):
+        jax.grad(lambda x: guard(x).sum())(jnp.ones(2))
+    guarded = lambda params: jax.tree.map(guard, params)
+    monkeypatch.setattr(target().model.__class__, "embed", lambda self, p, t: self._module(guarded(p)).embed(t))
+    run, plain = teacher.run, step.unembedding
+    monkeypatch.setattr(teacher, "run", lambda model, p, *rest: run(model, guarded(p), *rest))
+    monkeypatch.setattr(step, "unembedding", lambda p: plain(guarded(p)))
+    r = recipe()
+    b = batch(packing.pack(random_examples(4), WIDTH), [0])
+    jax.eval_shape(functools.partial(step.update, r), target().params, ONES, None, start(r), b)
+
+
+def test_folding_the_scale_keeps_the_numbers():
+    params = start(recipe()).params
     scale = jnp.geomspace(0.5, 400, 32)
     taps = jax.random.normal(jax.random.key(5), (1, 6, 32)) * scale
     graphdef = jetspec.build(HEAD, jnp.float32)[0].graphdef
     context = lambda p, x: nnx.merge(graphdef, nnx.State(p)).context(x)
     folded = step.fold(params, scale, jnp.float32)
     np.testing.assert_allclose(context(folded, taps), context(params, taps / scale), atol=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), step.unfold(folded, scale), params)
 
 
-def test_pipeline_leaves_a_head_that_loads(target, tmp_path, monkeypatch):
-    """All stages on a random target; the second call finds every stage done."""
-    config = options.load(pathlib.Path("configs/demo.py"))
-    small = {
-        "pool": str(tmp_path / "pool.jsonl"),
-        "max_prompt_tokens": 9,
-        "max_new_tokens": 15,
-        "answer_batch": 2,
-        "feature_batch": 2,
-        "head_layers": 2,
-        "taps": 1,
-        "block_size": 4,
-        "mask_token_id": 3,
-        "steps": 2,
-        "batch": 2,
-        "anchors": 4,
-        "log_every": 1,
-        "loss_chunk": 16,
-    }
-    config.update(small)
-    lines = [prompts.message(f"chat_x/{i}", "x" * (i + 2)) for i in range(3)]
-    prompts.write(config.pool, [*lines, prompts.message("code_numpy/0", "x" * 40)])
-    monkeypatch.setattr(load.LoadedTarget, "encode_messages", lambda self, rows: [5] * len(rows[0]["content"]))
-    monkeypatch.setattr(load, "load_target", lambda source, dtype: target)
-    config.target = "tiny.gguf"
-    log = []
-    pipeline.run(config, tmp_path / "run", log.append)
-    head = load.load_head(tmp_path / "run" / "head", target)
-    assert head.config == dataclasses.replace(pipeline.head_config(config, MODEL), dtype="bfloat16")
-    assert head.metadata["target_fingerprint"] == "f00d" and head.metadata["training_length"] == 24
-    assert "3 prompts, 3 answers" in (tmp_path / "run" / "head" / "README.md").read_text()
-
-    log.clear()
-    pipeline.run(config, tmp_path / "run", log.append)
-    assert not any("regenerate" in line or "step 1 " in line for line in log)
-    again = load.load_head(tmp_path / "run" / "head", target)
-    jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
+def test_only_matrices_decay_and_the_rate_falls_to_its_share():
+    r = recipe(steps=100, weight_decay=0.5, peak_lr=0.1)
+    assert float(r.schedule(0)) == 0 and float(r.schedule(4)) == pytest.approx(0.1)
+    assert float(r.schedule(100)) == pytest.approx(0.01, rel=1e-3)
+    state = start(r)
+    nothing = jax.tree.map(jnp.zeros_like, state.params)
+    change, _ = jax.jit(r.optimizer.update)(nothing, state.optimizer, state.params)
+    assert not change["norm"].any() and not change["fc"].any()  # the rate begins at 0
+    state = state._replace(optimizer=jax.tree.map(lambda x: x + 1 if x.dtype == jnp.int32 else x, state.optimizer))
+    change, _ = jax.jit(r.optimizer.update)(nothing, state.optimizer, state.params)
+    assert not change["norm"].any() and change["fc"].any()

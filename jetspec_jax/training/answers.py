@@ -7,16 +7,18 @@ to end, so nothing is spent on padding.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from jetspec_jax.config import ConfigError
+from jetspec_jax.training.examples import Example
 
 LONGEST_PERIOD = 48  # tokens; repetitions of longer pieces are left alone
 KEPT_PERIODS = 2  # of a loop: enough to learn that it repeats
 SHORTEST_LOOP = 24  # tokens that a repetition must cover to count as a loop
+SAMPLE = "#sample"  # and a number, behind the identity of a prompt: a sampled answer to it
 
 
 class Answers(NamedTuple):
@@ -28,6 +30,7 @@ class Answers(NamedTuple):
     prompt_length: np.ndarray  # [N] int32
     length: np.ndarray  # [N] int32, prompt and answer
     ended: np.ndarray  # [N] bool, an end token and not the limit ended it
+    failed: np.ndarray  # [N] bool, the target's logits were not finite
 
     @property
     def offset(self) -> np.ndarray:
@@ -38,16 +41,11 @@ class Answers(NamedTuple):
         """The token ids of every row."""
         return np.split(self.tokens, self.offset[1:])
 
-    def select(self, index: np.ndarray) -> Answers:
-        """The named rows, in that order."""
-        rows = self.rows()
-        return join([rows[i] for i in index], *(field[index] for field in self[1:]))
 
-
-def join(rows: list[np.ndarray], prompt, sample, prompt_length, length, ended) -> Answers:
+def join(rows: list[np.ndarray], prompt, sample, prompt_length, length, ended, failed) -> Answers:
     """Answers from single rows; the fields are as in `Answers`."""
     tokens = np.concatenate(rows) if len(rows) else np.zeros(0, np.uint16)
-    return Answers(tokens, prompt, sample, prompt_length, length, ended)
+    return Answers(tokens, prompt, sample, prompt_length, length, ended, failed)
 
 
 def write(folder: Path, number: int, answers: Answers) -> Path:
@@ -64,7 +62,7 @@ def write(folder: Path, number: int, answers: Answers) -> Path:
 def read(folder: Path) -> Answers:
     """All parts of a folder in order; no rows where there is none."""
     none = np.zeros(0, np.int32)
-    parts = [join([], none, none, none, none, none.astype(bool))]
+    parts = [join([], none, none, none, none, none.astype(bool), none.astype(bool))]
     for path in sorted(folder.glob("part-*.npz")):
         with np.load(path) as stored:
             parts.append(Answers(**stored))
@@ -76,22 +74,20 @@ def concatenate(parts: list[Answers]) -> Answers:
     return Answers(*(np.concatenate(field) for field in zip(*parts, strict=True)))
 
 
-def usable(known: Answers, trim_loops: bool) -> Answers:
-    """Answers that hold at least one anchor and its successor, by length, so that the target's forward pads little."""
+def learnable(known: Answers, identities: list[str], trim_loops: bool) -> tuple[list[Example], Counter[str]]:
+    """Answers with at least one anchor and its successor as examples, and the others counted by reason."""
     if trim_loops:
         known = without_loops(known)
-    order = np.argsort(known.length, kind="stable")
-    order = order[known.length[order] - known.prompt_length[order] >= 2]
-    if not order.size:
-        raise ConfigError("answers: none is longer than one token; there is nothing to learn from")
-    return known.select(order)
-
-
-def fitting(known: Answers, positions: int, seed: int) -> Answers:
-    """Random rows with at most that many tokens in all, in their old order."""
-    order = np.random.default_rng(seed).permutation(len(known.length))
-    kept = order[np.cumsum(known.length[order], dtype=np.int64) <= positions]
-    return known.select(np.sort(kept))
+    kept: list[Example] = []
+    dropped: Counter[str] = Counter()
+    for i, row in enumerate(known.rows()):
+        begin = known.prompt_length[i]
+        if known.failed[i] or row.size - begin < 2:
+            dropped["logits that are not finite" if known.failed[i] else "an answer of one token"] += 1
+            continue
+        name = identities[known.prompt[i]] + (f"{SAMPLE}{known.sample[i]}" if known.sample[i] else "")
+        kept.append(Example(name, row.astype(np.int32), np.arange(row.size) >= begin))
+    return kept, dropped
 
 
 def without_loops(answers: Answers) -> Answers:
@@ -105,7 +101,7 @@ def without_loops(answers: Answers) -> Answers:
         length[i] = answers.prompt_length[i] + _before_loop(body)
         rows[i] = row[: length[i]]
     ended = answers.ended & (length == answers.length)
-    return join(rows, answers.prompt, answers.sample, answers.prompt_length, length, ended)
+    return join(rows, answers.prompt, answers.sample, answers.prompt_length, length, ended, answers.failed)
 
 
 def _before_loop(body: np.ndarray) -> int:

@@ -1,110 +1,180 @@
-"""What the head reads and learns from, computed once and kept on the device.
+"""Features of the target that are made once instead of in every step: on the device, or in files.
 
-The target runs once over every answer; its tapped layers (the head's input) and its final hidden states (the teacher,
-through lm_head) stay in memory, so that training never runs the target. Rows lie end to end: a row is read as a window
-of fixed width whose tail belongs to the next row and is masked by lengths. Memory: (taps + 1) * E * 2 bytes a position,
-6.9 KB for the demo pair, so 10 M positions take 65 GiB.
+On the device they cost (taps + 1) * E * 2 bytes a position: 6.9 KB for the demo pair, so 10 M positions take 65 GiB. In
+files they cost the same on the disk; a manifest says what they were made of, and files that exist are not made again.
+Teacher logits are never stored: lm_head makes them of the final hidden states.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
-from jetspec_jax import masks
-from jetspec_jax.training.answers import Answers
+from jetspec_jax.config import ConfigError
+from jetspec_jax.training import teacher
+from jetspec_jax.training.packing import Packed
+from jetspec_jax.training.teacher import Features
 
-WIDTH_STEP = 256  # padded lengths of the target's forward are multiples of this
+MANIFEST = "manifest.json"
+SHARD = 64  # sequences in one file
 
-
-class Features(NamedTuple):
-    """P positions of N rows, end to end, and `width` spare ones."""
-
-    taps: jax.Array  # [P, F]
-    final: jax.Array  # [P, E] after the target's final norm
-    tokens: jax.Array  # [P] int32
-    offset: jax.Array  # [N] int32
-    prompt_length: jax.Array  # [N] int32
-    length: jax.Array  # [N] int32
-    scale: jax.Array  # [F] f32, root mean square of every tapped channel
+Log = Callable[[str], None]
 
 
-class Batch(NamedTuple):
-    """B rows as windows of S positions; what lies behind `length` is not theirs."""
+def scale(target, packed: Packed, taps: tuple[int, ...], sequences: int, batch: int, attention: str) -> jax.Array:
+    """[F] f32, root mean square of every tapped channel over the first `sequences` sequences; padding excluded."""
+    squares, count = jnp.zeros(()), 0
 
-    taps: jax.Array  # [B, S, F]
-    final: jax.Array  # [B, S, E]
-    tokens: jax.Array  # [B, S] int32
-    prompt_length: jax.Array  # [B] int32
-    length: jax.Array  # [B] int32
+    @functools.partial(jax.jit, static_argnums=0)
+    def add(model, params, squares, tokens, document, position):
+        found = teacher.run(model, params, tokens, document, position, taps, attention).taps.astype(jnp.float32)
+        return squares + jnp.where(document[..., None] > 0, found**2, 0).sum((0, 1))
+
+    total = min(sequences, len(packed.tokens))
+    for first in range(0, total, batch):
+        # One shape: the last batch is filled up with padding.
+        parts = [_padded(x[first : min(first + batch, total)], batch) for x in packed[:3]]
+        squares = add(target.model, target.params, squares, *parts)
+        count += int((parts[1] > 0).sum())
+    return jnp.maximum(jnp.sqrt(squares / max(count, 1)), 1e-6)
 
 
-def compute(target, params, taps: tuple[int, ...], answers: Answers, width: int, batch: int = 64) -> Features:
-    """Runs the target over all rows, each at most `width` long; the rows keep their order."""
-    if answers.length.max(initial=0) > width:
-        raise ValueError(f"a row of {answers.length.max()} tokens does not fit width={width}")
-    embed = jax.eval_shape(target.embed, params, jax.ShapeDtypeStruct((1,), jnp.int32))
-    total = int(answers.length.sum()) + width
-    store = (
-        jnp.zeros((total, len(taps) * embed.shape[-1]), embed.dtype),
-        jnp.zeros((total, embed.shape[-1]), embed.dtype),
+def resident(
+    target, packed: Packed, taps: tuple[int, ...], batch: int, attention: str, place=jnp.zeros, put=jnp.asarray
+) -> Features:
+    """Features of all sequences on the device. place: makes the empty store, from shape and dtype; put: brings rows to
+    the devices."""
+    count, slots = packed.tokens.shape
+    room = -(-count // batch) * batch
+    embed = jax.eval_shape(target.model.embed, target.params, jax.ShapeDtypeStruct((1,), jnp.int32))
+    store = Features(
+        place((room, slots, len(taps) * embed.shape[-1]), embed.dtype),
+        place((room, slots, embed.shape[-1]), embed.dtype),
     )
-    squares = jnp.zeros((len(taps) * embed.shape[-1],), jnp.float32)
 
-    @functools.partial(jax.jit, donate_argnums=(1, 2))
-    def fill(params, store, squares, tokens, length, offset):
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        out = target.forward(params, tokens, positions, masks.causal(tokens.shape[1]), taps=taps)
-        inside = positions < length[:, None]
-        squares += jnp.where(inside[..., None], out.taps.astype(jnp.float32) ** 2, 0).sum((0, 1))
+    @functools.partial(jax.jit, donate_argnums=1)
+    def fill(params, store, first, tokens, document, position):
+        found = teacher.run(target.model, params, tokens, document, position, taps, attention)
+        put = lambda old, new: jax.lax.dynamic_update_slice(old, new, (first, 0, 0))
+        return Features(*map(put, store, found))
 
-        def put(i, store):
-            # In order of offset: the padding behind a row is overwritten by the row that follows.
-            rows = out.taps[i], out.hidden[i]
-            return tuple(
-                jax.lax.dynamic_update_slice(old, row, (offset[i], 0)) for old, row in zip(store, rows, strict=True)
-            )
-
-        return jax.lax.fori_loop(0, tokens.shape[0], put, store), squares
-
-    rows, offset, count = answers.rows(), answers.offset, len(answers.length)
     for first in range(0, count, batch):
-        index = np.minimum(np.arange(first, first + batch), count - 1)  # the last batch repeats its last row
-        longest = answers.length[index].max()
-        padded = np.zeros((batch, min(width, -(-longest // WIDTH_STEP) * WIDTH_STEP)), np.int32)
-        for i, row in enumerate(index):
-            padded[i, : answers.length[row]] = rows[row]
-        unique = np.where(np.arange(first, first + batch) < count, answers.length[index], 0)
-        store, squares = fill(params, store, squares, padded, unique, offset[index].astype(np.int32))
-
-    scale = jnp.sqrt(squares / max(total - width, 1))
-    return Features(
-        *store,
-        tokens=jnp.pad(jnp.asarray(answers.tokens.astype(np.int32)), (0, width)),
-        offset=jnp.asarray(offset.astype(np.int32)),
-        prompt_length=jnp.asarray(answers.prompt_length),
-        length=jnp.asarray(answers.length),
-        scale=jnp.maximum(scale, 1e-6),
-    )
+        parts = [put(_padded(x[first : first + batch], batch)) for x in packed[:3]]
+        store = fill(target.params, store, jnp.int32(first), *parts)
+    return store
 
 
-def fetch(features: Features, rows: Int[Array, " B"], width: int) -> Batch:
-    """Windows of `width` positions from the first token of each row on."""
-    first = features.offset[rows]
+def write(
+    folder: Path,
+    target,
+    packed: Packed,
+    taps: tuple[int, ...],
+    batch: int,
+    attention: str,
+    process: int = 0,
+    processes: int = 1,
+    on_time: Callable[[], bool] = lambda: True,
+    log: Log = lambda line: None,
+) -> bool:
+    """Writes features of all sequences to files of `SHARD` sequences, and the manifest; True when all are there.
 
-    def window(store):
-        size = (width, *store.shape[1:])
-        return jax.vmap(lambda i: jax.lax.dynamic_slice(store, (i,) + (0,) * (store.ndim - 1), size))(first)
+    Each process writes its share of the files. A file is renamed into place when it is whole, so a command that was cut
+    off goes on where it stopped.
 
-    return Batch(
-        window(features.taps),
-        window(features.final),
-        window(features.tokens),
-        features.prompt_length[rows],
-        features.length[rows],
-    )
+    Raises:
+      ConfigError: the folder holds features of other data, taps or another target.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = _plan(target, packed, taps)
+    path = folder / MANIFEST
+    if path.exists():
+        _same(path, plan)
+    elif process == 0:
+        _replace(path, lambda temporary: temporary.write_text(json.dumps(plan, indent=1) + "\n"))
+    run = jax.jit(lambda params, *arrays: teacher.run(target.model, params, *arrays, taps, attention))  # type: ignore[call-arg]
+    own = plan["files"][process::processes]
+    for number, name in enumerate(own):
+        if (folder / name).exists():
+            continue
+        if not on_time():
+            return False
+        begin = SHARD * plan["files"].index(name)
+        rows = np.arange(begin, min(begin + SHARD, len(packed.tokens)))
+        pieces = []
+        for first in range(0, rows.size, batch):
+            part = rows[first : first + batch]
+            found = run(target.params, *(_padded(x[part], batch) for x in packed[:3]))
+            pieces.append(jax.tree.map(lambda x: np.asarray(x)[: part.size], found))  # noqa: B023
+        whole = {name: np.concatenate([getattr(p, name) for p in pieces]) for name in Features._fields}
+        _replace(folder / name, lambda temporary: save_file(whole, temporary))  # noqa: B023
+        log(f"features: file {number + 1} of {len(own)}")
+    return True
+
+
+class Stored:
+    """Features in a folder that `write` filled, read a few sequences at a time.
+
+    Raises:
+      ConfigError: a file is missing or cut short, or the folder belongs to other data.
+    """
+
+    def __init__(self, folder: Path, target, packed: Packed, taps: tuple[int, ...]):
+        _same(folder / MANIFEST, _plan(target, packed, taps))
+        self._files = []
+        for name in _plan(target, packed, taps)["files"]:
+            try:
+                self._files.append(safe_open(folder / name, framework="numpy"))
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{folder / name}: not a whole file of features ({error}); remove it") from None
+
+    def __call__(self, rows: np.ndarray) -> Features:
+        """[n, S, ...] of the named sequences."""
+        read = lambda name, i: self._files[i // SHARD].get_slice(name)[i % SHARD : i % SHARD + 1]
+        taps, final = (np.concatenate([read(name, int(i)) for i in rows]) for name in Features._fields)
+        return Features(taps, final)
+
+
+def _plan(target, packed: Packed, taps: tuple[int, ...]) -> dict[str, Any]:
+    digest = hashlib.sha256(packed.tokens.tobytes() + packed.document.tobytes()).hexdigest()[:16]
+    return {
+        "target_fingerprint": target.fingerprint,
+        "dtype": str(target.dtype),
+        "tap_layers": list(taps),
+        "sequences": len(packed.tokens),
+        "sequence_length": packed.tokens.shape[1],
+        "data": digest,
+        "files": [f"features-{i:05}.safetensors" for i in range(-(-len(packed.tokens) // SHARD))],
+    }
+
+
+def _same(path: Path, plan: dict[str, Any]) -> None:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: no readable manifest ({error}); remove the folder {path.parent}") from None
+    for key, value in plan.items():
+        if found.get(key) != value:
+            what = "" if key == "files" else f" ({found.get(key)}, this run has {value})"
+            raise ConfigError(f"{path}: {key} differs{what}; remove the folder {path.parent}")
+
+
+def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    write(temporary)
+    os.replace(temporary, path)
+
+
+def _padded(x: np.ndarray, rows: int) -> np.ndarray:
+    """`rows` rows; those behind the given ones are padding."""
+    return np.pad(x, ((0, rows - len(x)),) + ((0, 0),) * (x.ndim - 1))

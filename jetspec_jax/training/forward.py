@@ -1,17 +1,20 @@
 """The head's forward over many blocks of a sequence at once, with the layers that decode.
 
 At inference a block reads a cached context of one length; here every anchor of a sequence is a block with a context of
-its own length. Context keys and values are projected once a sequence, and each block joins two partial attentions: over
-the context before its anchor and over itself. No mask of all blocks against all blocks is ever made.
+its own. Context keys and values are projected once a sequence. Two ways to attend give the same numbers: "xla" joins
+two partial attentions, over the context before the anchor and over the block itself, so that no mask of all blocks
+against all blocks is made; "cudnn" makes that mask and lets a fused kernel keep no score.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jetspec_jax import masks, rope
 from jetspec_jax.attention import MASKED
@@ -19,34 +22,48 @@ from jetspec_jax.cache import KV
 from jetspec_jax.drafts.jetspec import Head
 from jetspec_jax.numerics import einsum, rms_norm
 from jetspec_jax.training import anchors as anchor_rules
+from jetspec_jax.training import teacher
 from jetspec_jax.training.anchors import Anchors
 
 
 def hidden(
-    head: Head, block: Float[Array, "B A T E"], anchors: Anchors, features: Float[Array, "B S F"]
+    head: Head,
+    block: Float[Array, "B A T E"],
+    anchors: Anchors,
+    features: Float[Array, "B S F"],
+    document: Int[Array, "B S"],
+    position: Int[Array, "B S"],
+    attention: str = "xla",
+    remat: bool = False,
 ) -> Float[Array, "B A T E"]:
     """Hidden states of every slot of every block, for the target's lm_head.
 
-    block: embeddings of [anchor, MASK, ...], T = block size. features: tapped target features of positions 0..S-1; what
-    lies at or behind an anchor is not read by its block, so padding may hold anything finite.
+    block: embeddings of [anchor, MASK, ...], T = block size. features: tapped target features of the sequence; what
+    lies at or behind an anchor, or in another document, is not read by its block. remat: keep only what enters a layer.
     """
     c = head.config
     batch, count, slots, embed = block.shape
-    length = features.shape[1]
-    context = head.context_kv(head.context(features), jnp.broadcast_to(jnp.arange(length), (batch, length)))
-    seen = anchor_rules.seen(anchors, length)
+    context = head.context_kv(head.context(features), position)
+    seen = anchor_rules.seen(anchors, document)
     own = (masks.causal(slots) if c.causal else jnp.ones((1, slots, slots), bool))[0]
-
-    positions = (anchors.position[..., None] + jnp.arange(slots)).reshape(batch, -1)
+    start = jnp.take_along_axis(position, anchors.position, 1)
+    positions = (start[..., None] + jnp.arange(slots)).reshape(batch, -1)
     angles = rope.angles(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+
+    # The f32 scores of a layer are larger than everything else that a step keeps, so they are always made again.
+    attend = _fused if attention == "cudnn" else _attend if remat else jax.checkpoint(_attend)
+
+    def run(layer, x, kv):
+        q, k, v = layer.project(layer.normed(x), angles)
+        return layer.finish(x, attend(q, (k, v), kv, seen, own))
+
     x = block.reshape(batch, count * slots, embed)
     for layer, kv in zip(head.layers, context, strict=True):
-        q, k, v = layer.project(layer.normed(x), angles)
-        x = layer.finish(x, _attend(q, (k, v), kv, seen, own))
+        through = functools.partial(run, layer)
+        x = (jax.checkpoint(through) if remat else through)(x, kv)
     return rms_norm(x, head.norm[...], c.norm_eps).reshape(block.shape)
 
 
-@jax.checkpoint  # the f32 scores of one layer are larger than everything else that a step keeps
 def _attend(
     q: Float[Array, "B R N H"], block: KV, context: KV, seen: Bool[Array, "B A S"], own: Bool[Array, "T T"]
 ) -> Float[Array, "B R N H"]:
@@ -68,3 +85,20 @@ def _attend(
     value = value + einsum("bkgatr,bkarh->bkgath", within.astype(v.dtype), v, jnp.float32)
     out = (value / total[..., None]).astype(v.dtype)
     return out.transpose(0, 3, 4, 1, 2, 5).reshape(batch, rows, heads, dim)
+
+
+def _fused(
+    q: Float[Array, "B R N H"],
+    block: KV,
+    context: KV,
+    seen: Bool[Array, "B A S"],
+    own: Bool[Array, "T T"],
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Float[Array, "B R N H"]:
+    """The same over one list of keys: the context, then all blocks."""
+    slots, count = own.shape[0], seen.shape[1]
+    block_of = jnp.arange(count * slots) // slots
+    blocks = (block_of[:, None] == block_of) & jnp.tile(own, (count, count))
+    mask = jnp.concatenate([seen.repeat(slots, 1), jnp.broadcast_to(blocks, (seen.shape[0], *blocks.shape))], axis=-1)
+    k, v = (jnp.concatenate([c, b], axis=2) for c, b in zip(context, block, strict=True))
+    return teacher.fused(q, k, v, mask, implementation=implementation)

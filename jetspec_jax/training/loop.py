@@ -1,89 +1,192 @@
-"""The training loop: batches of row numbers through grain, checkpoints through orbax, one line every few steps.
+"""The training loop: batches in, checkpoints and records out, an evaluation every few hundred steps.
 
-What a step sees depends on its number alone, so a run that was cut off and started again ends with the same bits.
+What a step sees depends on the checkpoint alone (parameters, optimiser, position in the data, key), so a run that was
+cut off and started again ends with the same bits.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-import grain
 import jax
-import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
-from jetspec_jax.training import step
-from jetspec_jax.training.features import Features
+from jetspec_jax import sharding
+from jetspec_jax.training import evaluation, flops, step
+from jetspec_jax.training.batches import Batch, Batches
+from jetspec_jax.training.checkpoints import Checkpoints
+from jetspec_jax.training.journal import Journal
+from jetspec_jax.training.packing import Packed
 from jetspec_jax.training.step import Metrics, Recipe, TrainState
+from jetspec_jax.training.teacher import Features
+
+AHEAD = 3  # batches on the device at a time; more would fill it with what waits
 
 
-def batches(rows: np.ndarray, batch: int, seed: int) -> grain.MapDataset:
-    """Row numbers [batch] for every step, by random access: shuffled anew in every epoch."""
-    return grain.MapDataset.source(rows).shuffle(seed=seed).repeat().batch(batch)
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message is one line for the user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """When the loop looks, and at what. Numbers are steps.
+
+    heldout: sequences of the evaluation, None for none; budgets, width: its trees, the middle budget decides what is
+    best. resume_step: 0 is the newest checkpoint.
+    """
+
+    log_every: int
+    eval_every: int
+    save_every: int
+    heldout: Packed | None = None
+    budgets: tuple[int, ...] = (16, 32, 64, 128, 256)
+    width: int = 64
+    resume_step: int = 0
+
+    @property
+    def judge(self) -> str:
+        """The budget whose acceptance length decides."""
+        return str(self.budgets[len(self.budgets) // 2])
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Where a command left the run."""
+
+    state: TrainState
+    best: dict | None  # parameters with the best acceptance length, None where nothing was evaluated
+    notes: dict[str, Any]  # skipped, best, best_step
 
 
 def train(
     recipe: Recipe,
-    target_params,
-    features: Features,
-    rows: np.ndarray,
-    heldout: np.ndarray,
+    target,
+    scale: jax.Array,
+    data: Batches,
+    kept: Features | None,
     folder: Path,
-    *,
-    batch: int,
-    log_every: int,
-    eval_every: int,
-    save_every: int,
+    plan: Plan,
+    mesh: jax.sharding.Mesh,
+    start: dict | None = None,
     on_time: Callable[[], bool] = lambda: True,
     log: Callable[[str], None] = lambda line: None,
-) -> TrainState:
-    """Trains up to `recipe.steps` from the last checkpoint in `folder`, or until time runs out; saves at the end.
+) -> Outcome:
+    """Trains up to `recipe.steps` from the newest whole checkpoint, until time runs out or SIGTERM comes; saves then.
 
-    rows, heldout: row numbers of `features` to train on and to measure on. metrics.jsonl beside the checkpoints gets
-    the same figures as the log.
+    target: what `load_target` returns, its parameters placed on the mesh. kept: features of all sequences on the
+    device, None where batches bring them or steps make them. start: parameters to begin with instead of random ones.
+
+    Raises:
+      TrainingError: a loss or gradient is not finite; the state before it stays on the disk.
+      ConfigError: no checkpoint in `folder` can be read.
     """
-    folder = folder.resolve()
-    update = jax.jit(step.update, static_argnums=0, donate_argnums=3)
-    evaluate = jax.jit(step.evaluate, static_argnums=0)
-    data, schedule = batches(rows, batch, recipe.seed), recipe.schedule
-    # One shape: the last part repeats its rows.
-    parts = [jnp.asarray(np.resize(heldout[i : i + batch], batch)) for i in range(0, heldout.size, batch)]
-    state = step.init(recipe, target_params)
-    with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(max_to_keep=2)) as checkpoints:
-        saved = checkpoints.latest_step()
-        if saved is not None:
-            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-            state = checkpoints.restore(saved, args=ocp.args.StandardRestore(like))
-            log(f"train: going on at step {saved}")
-        first = at = int(state.step)
-        window, begin = [], time.perf_counter()
-        with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-            while at < recipe.steps and on_time():
-                state, metrics = update(recipe, target_params, features, state, jnp.asarray(data[at], jnp.int32))
+    make = lambda norm: step.init(recipe, norm, start)
+    layout = sharding.trained(jax.eval_shape(make, target.params["norm"]), mesh)
+    update = jax.jit(step.update, static_argnums=0, donate_argnums=4, out_shardings=(layout, sharding.repeated(mesh)))
+    state = jax.jit(make, out_shardings=layout)(target.params["norm"])
+    scale = jax.device_put(scale, sharding.repeated(mesh))
+    length = data[0].tokens.shape[-1]
+    sequences = jax.process_count() * data[0].rows.size
+    work = sum(
+        flops.parts(recipe, target.config, sequences, length, kept is None and data[0].features is None).values()
+    )
+    rate = flops.matrix_rate(recipe.dtype) * mesh.size
+
+    with Checkpoints(folder) as checkpoints, _stop_signal() as stopped:
+        notes: dict[str, Any] = {"skipped": 0, "best": 0.0, "best_step": 0}
+        if found := checkpoints.restore(state, plan.resume_step, log):
+            state, notes = found
+            log(f"train: going on at step {int(state.step)}")
+        at, position = int(state.step), int(state.position)
+        saved, first = (at if found else None), at
+        lead = jax.process_index() == 0
+        with Journal(folder, recipe.steps, at) if lead else contextlib.nullcontext() as journal:
+            window: list[Metrics] = []
+            timed, tokens, begin = 0, 0, time.perf_counter()
+            while at < recipe.steps and on_time() and not stopped():
+                if not data.anchored(position):
+                    position, notes["skipped"] = position + 1, notes["skipped"] + 1
+                    state = state._replace(position=state.position + 1)
+                    continue
+                batch = data[position]
+                state, metrics = update(recipe, target.params, scale, kept, state, _put(batch, mesh))
                 window.append(metrics)
-                at += 1
-                if at % log_every == 0 or at == recipe.steps:
-                    record = {"step": at, **_mean(window)}  # waits for the device
-                    now = time.perf_counter()
-                    record |= {"ms_step": 1e3 * (now - begin) / len(window), "lr": float(schedule(at - 1))}
-                    if heldout.size and (at % eval_every == 0 or at == recipe.steps):
-                        score = lambda part: evaluate(recipe, target_params, features, state.params, part)  # noqa: B023
-                        scores = _mean([score(part) for part in parts])
-                        record |= {f"heldout_{key}": value for key, value in scores.items()}
-                    log("train: " + "  ".join(f"{key} {_show(value)}" for key, value in record.items()))
-                    file.write(json.dumps(record) + "\n")
-                    file.flush()
-                    window, begin = [], time.perf_counter()
-                if at % save_every == 0:
-                    checkpoints.save(at, args=ocp.args.StandardSave(state))
-        if at > first and checkpoints.latest_step() != at:
-            checkpoints.save(at, args=ocp.args.StandardSave(state))
-        checkpoints.wait_until_finished()
-    return state
+                at, position, timed = at + 1, position + 1, timed + 1
+                tokens += batch.size * jax.process_count()
+                if len(window) > AHEAD:
+                    window[-AHEAD].loss.block_until_ready()
+                evaluates = plan.heldout is not None and (at % plan.eval_every == 0 or at == recipe.steps)
+                if at % plan.log_every == 0 or at == recipe.steps or evaluates:
+                    record: dict[str, Any] = {"step": at, **_mean(window)}  # waits for the device
+                    _check(state, data, folder)
+                    seconds = time.perf_counter() - begin
+                    record |= {
+                        "lr": float(recipe.schedule(at - 1)),
+                        "ms_step": 1e3 * seconds / timed,
+                        "tokens_per_second": tokens / seconds,
+                        "mfu": work * timed / (seconds * rate),
+                        "skipped": notes["skipped"],
+                    }
+                    if evaluates:
+                        record["heldout"] = _evaluate(recipe, target, scale, state, plan)
+                        tau = record["heldout"]["acceptance"][plan.judge]
+                        if tau > notes["best"]:
+                            notes |= {"best": tau, "best_step": at}
+                            checkpoints.save_best(at, state.params, tau)
+                    if journal:
+                        journal.record(record)
+                    window, timed, tokens, begin = [], 0, 0, time.perf_counter()
+                elif at == first + 1:
+                    metrics.loss.block_until_ready()  # the first step compiles, which is no part of the rate
+                    timed, tokens, begin = 0, 0, time.perf_counter()
+                if journal:
+                    journal.tick(at)
+                if at % plan.save_every == 0:
+                    _check(state, data, folder)
+                    checkpoints.save(at, state, notes)
+                    saved = at
+            _check(state, data, folder)
+            if saved != at:
+                checkpoints.save(at, state, notes)
+            if stopped():
+                log(f"train: SIGTERM; saved step {at}, the same command goes on")
+        checkpoints.wait()
+        best = checkpoints.restore_best(state.params)
+    return Outcome(state, best[0] if best else None, notes)
+
+
+def _put(batch: Batch, mesh) -> Batch:
+    """This process's share on its devices, as a part of the whole batch."""
+    over = sharding.split(mesh, axis=1)
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(over, x), batch)
+
+
+def _evaluate(recipe: Recipe, target, scale, state: TrainState, plan: Plan) -> dict[str, Any]:
+    assert plan.heldout is not None  # asked by the caller
+    batch = min(4, len(plan.heldout.tokens))
+    return evaluation.measure(recipe, target.params, scale, state.params, plan.heldout, plan.budgets, plan.width, batch)
+
+
+def _check(state: TrainState, data: Batches, folder: Path) -> None:
+    """Stops at a value that is not finite; nothing of it has reached the parameters."""
+    position = int(state.broken)
+    if position < 0:
+        return
+    names = data.identities(position)
+    (folder / "broken.json").write_text(json.dumps({"position": position, "documents": names}, indent=1) + "\n")
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    raise TrainingError(
+        f"step {int(state.step)}: the loss or gradient of batch {position} is not finite (documents {shown}; all in "
+        f"{folder / 'broken.json'}); try a lower --config.peak_lr or --config.clip, --config.dtype=float32, or look at "
+        "these rows"
+    )
 
 
 def _mean(metrics: list[Metrics]) -> dict[str, float]:
@@ -91,5 +194,16 @@ def _mean(metrics: list[Metrics]) -> dict[str, float]:
     return {name: float(np.mean([getattr(m, name) for m in fetched])) for name in Metrics._fields}
 
 
-def _show(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.3g}" if value < 0.01 else f"{value:.3f}"
+@contextlib.contextmanager
+def _stop_signal() -> Iterator[Callable[[], bool]]:
+    """Turns SIGTERM into a question that the loop asks after every step."""
+    came = []
+    try:
+        old = signal.signal(signal.SIGTERM, lambda *_: came.append(True))
+    except ValueError:  # not the main thread: whoever runs us handles signals
+        yield lambda: False
+        return
+    try:
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGTERM, old)

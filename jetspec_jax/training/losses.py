@@ -1,79 +1,121 @@
 """Distillation loss over the vocabulary, a chunk of rows at a time, with its gradient in the same pass.
 
-Rows are block slots. f32 logits of all rows would fill the device (30,720 rows x 49,152 x 4 bytes are 6 GB, twice), so
-one scan makes the logits of a chunk, its loss, and the gradient with respect to the draft's hidden states; the head's
-vector-Jacobian product follows from those. Nothing is computed twice.
+Rows are block slots. f32 logits of all rows would fill the device (7,680 rows x 151,936 x 4 bytes are 4.7 GB, twice),
+so one scan makes the logits of a chunk, its loss, and the gradient with respect to the draft's hidden states; the
+head's vector-Jacobian product follows from those. Nothing is computed twice.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jetspec_jax.numerics import einsum
 
-KINDS = ("forward_kl", "cross_entropy")
+
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    """Shares of the three losses, p the target's distribution and q the head's, both at `temperature` T.
+
+    forward_kl: T^2 KL(p || q) (JetSpec, equations 8 and 9). reverse_kl: T^2 KL(q || p). cross_entropy: -log q of the
+    token that the text holds, at T = 1 (the paper's SFT).
+    """
+
+    forward_kl: float = 1.0
+    reverse_kl: float = 0.0
+    cross_entropy: float = 0.0
+    temperature: float = 1.0
+
+    @property
+    def teaches(self) -> bool:
+        """Whether the teacher's logits are needed."""
+        return bool(self.forward_kl or self.reverse_kl)
+
+    def __str__(self) -> str:
+        shares = {n: s for n in ("forward_kl", "reverse_kl", "cross_entropy") if (s := getattr(self, n))}
+        return " + ".join(n if s == 1 else f"{s:g} {n}" for n, s in shares.items())
 
 
 class Rows(NamedTuple):
-    """R slots with a label."""
+    """R slots of each of B sequences."""
 
-    draft: jax.Array  # [R, E] hidden states of the head
-    teacher: jax.Array  # [R, E] final hidden states of the target one position before the label
-    label: jax.Array  # [R] int32, the token that the answer holds there
-    weight: jax.Array  # [R] f32
+    draft: jax.Array  # [B, R, E] hidden states of the head
+    teacher: jax.Array  # [B, R, E] final hidden states of the target one position before the label
+    label: jax.Array  # [B, R] int32, the token that the text holds there
+    weight: jax.Array  # [B, R] f32, 0 where there is no label
 
 
 class Loss(NamedTuple):
-    value: jax.Array  # [] f32, weighted mean
-    gradient: jax.Array  # [R, E] d value / d draft, in the dtype of `draft`
-    hit: jax.Array  # [R] bool: the head's best token is the target's
+    value: jax.Array  # [] f32, sum over rows of weight * loss
+    gradient: jax.Array  # [B, R, E] d value / d draft, in the dtype of `draft`
+    hit: jax.Array  # [B, R] bool: the head's best token is the target's (the text's, for cross entropy alone)
 
 
-def distill(
-    table: Float[Array, "V E"], rows: Rows, kind: str = "forward_kl", temperature: float = 1.0, chunk: int = 4096
-) -> Loss:
-    """Weighted mean loss over rows of one kind of `KINDS`.
+def distill(table: Float[Array, "V E"], rows: Rows, mix: Mix, chunk: int = 4096) -> Loss:
+    """Weighted sum of losses and its gradient; about `chunk` rows of f32 logits exist at a time.
 
-    forward_kl: T^2 KL(softmax(teacher / T) || softmax(draft / T)) (JetSpec, equations 8 and 9).
-    cross_entropy: -log softmax(draft)[label], and `hit` compares with the label; the teacher is not read.
+    The chunks cut every sequence alike, so that sequences on several devices work side by side.
     """
-    count, embed = rows.draft.shape
-    chunk = min(chunk, count)
-    padding = -count % chunk
-    scaled = rows._replace(weight=rows.weight / jnp.maximum(rows.weight.sum(), 1e-9))
-    # Padding rows weigh nothing.
-    split = lambda x: jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1)).reshape(-1, chunk, *x.shape[1:])
+    batch, count = rows.label.shape
+    size = max(1, min(chunk // batch, count))
+    padding = -count % size
+
+    def split(x):  # to [chunks, B, size, ...]; padding rows weigh nothing
+        x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
+        return x.reshape(batch, -1, size, *x.shape[2:]).swapaxes(0, 1)
+
+    def join(x):
+        return x.swapaxes(0, 1).reshape(batch, -1, *x.shape[3:])[:, :count]
 
     def body(total, part: Rows):
-        draft = einsum("re,ve->rv", part.draft, table, jnp.float32)
-        if kind == "forward_kl":
-            teacher = einsum("re,ve->rv", part.teacher, table, jnp.float32)
-            best = teacher.argmax(-1)
-            p, q = jax.nn.log_softmax(teacher / temperature), jax.nn.log_softmax(draft / temperature)
-            loss = temperature**2 * (jnp.exp(p) * (p - q)).sum(-1)
-            slope = temperature * (jnp.exp(q) - jnp.exp(p))
-        else:
-            best, q = part.label, jax.nn.log_softmax(draft)
-            loss = -jnp.take_along_axis(q, part.label[:, None], 1)[:, 0]
-            slope = jnp.exp(q) - jax.nn.one_hot(part.label, table.shape[0])
-        slope = (slope * part.weight[:, None]).astype(part.draft.dtype)
-        gradient = einsum("rv,ve->re", slope, table)
-        return total + (loss * part.weight).sum(), (gradient, draft.argmax(-1) == best)
+        draft = einsum("bre,ve->brv", part.draft, table, jnp.float32)
+        teacher = einsum("bre,ve->brv", part.teacher, table, jnp.float32) if mix.teaches else None
+        loss, slope = _loss(draft, teacher, part.label, mix)
+        # A row without a label may hold anything: 0 * inf must not reach the sum.
+        loss = jnp.where(part.weight > 0, loss * part.weight, 0)
+        slope = jnp.where(part.weight[..., None] > 0, slope * part.weight[..., None], 0).astype(part.draft.dtype)
+        best = part.label if teacher is None else teacher.argmax(-1)
+        return total + loss.sum(), (einsum("brv,ve->bre", slope, table), draft.argmax(-1) == best)
 
-    value, (gradient, hit) = jax.lax.scan(body, jnp.float32(0), jax.tree.map(split, scaled))
-    return Loss(value, gradient.reshape(-1, embed)[:count], hit.reshape(-1)[:count])
+    value, (gradient, hit) = jax.lax.scan(body, jnp.float32(0), jax.tree.map(split, rows))
+    return Loss(value, join(gradient), join(hit))
 
 
-def run_length(hit: Array, exists: Array) -> tuple[Array, Array]:
-    """Mean length a block would have been accepted to, the bonus token included, and the hit rate of slot 1.
+def _loss(draft: Float[Array, "B R V"], teacher: Float[Array, "B R V"] | None, label, mix: Mix):
+    """Loss [B, R] and its derivative by the draft's logits [B, R, V]."""
+    heat = mix.temperature
+    loss, slope = jnp.zeros(draft.shape[:2]), jnp.zeros(())
+    if teacher is not None:
+        log_p, log_q = jax.nn.log_softmax(teacher / heat), jax.nn.log_softmax(draft / heat)
+        p, q = jnp.exp(log_p), jnp.exp(log_q)
+        if mix.forward_kl:
+            # Where p is 0 its term is 0, also where log p is -inf.
+            loss += mix.forward_kl * heat**2 * jnp.where(p > 0, p * (log_p - log_q), 0).sum(-1)
+            slope = slope + mix.forward_kl * heat * (q - p)
+        if mix.reverse_kl:
+            ratio = jnp.where(q > 0, log_q - jnp.maximum(log_p, LEAST), 0)
+            reverse = (q * ratio).sum(-1)
+            loss += mix.reverse_kl * heat**2 * reverse
+            slope = slope + mix.reverse_kl * heat * q * (ratio - reverse[..., None])
+    if mix.cross_entropy:
+        log_q = jax.nn.log_softmax(draft)
+        loss += mix.cross_entropy * -jnp.take_along_axis(log_q, label[..., None], -1)[..., 0]
+        slope = slope + mix.cross_entropy * (jnp.exp(log_q) - jax.nn.one_hot(label, draft.shape[-1]))
+    return loss, slope
 
-    hit, exists: [B, A, D] bool, from slot 1 on; blocks whose first label does not exist do not count.
+
+LEAST = -1e4  # log-probability that stands for zero in the reverse KL, which would be infinite
+
+
+def run_length(hit: Bool[Array, "B A D"], exists: Bool[Array, "B A D"]) -> tuple[Array, Array, Array]:
+    """Sums over blocks: length it would have been accepted to with the bonus token, hits of slot 1, and blocks.
+
+    hit, exists: from slot 1 on; blocks whose first label does not exist do not count.
     """
     run = jnp.cumprod(hit & exists, axis=-1).sum(-1)
     blocks = exists[..., 0]
-    count = jnp.maximum(blocks.sum(), 1)
-    return 1 + (run * blocks).sum() / count, (hit[..., 0] & blocks).sum() / count
+    return ((1 + run) * blocks).sum(), (hit[..., 0] & blocks).sum(), blocks.sum()

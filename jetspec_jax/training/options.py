@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import difflib
 import runpy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_collections
 
 from jetspec_jax.config import ConfigError
+from jetspec_jax.training import settings
+from jetspec_jax.training.settings import Settings
 
 USAGE = "usage: python train.py --config configs/NAME.py --workdir DIR [--config.KEY=VALUE ...]"
 
 
-def parse(argv: list[str]) -> tuple[ml_collections.ConfigDict, Path]:
-    """Configuration with its overrides, and the work folder.
+def parse(argv: list[str]) -> tuple[Settings, Path]:
+    """Settings with their overrides, and the work folder.
 
     Raises:
       ConfigError: an option or key does not exist (the nearest one is named), or a value does not fit.
     """
-    given, overrides = {}, []
+    given: dict[str, str] = {}
+    overrides: dict[str, Any] = {}
     rest = iter(argv)
     for argument in rest:
         if not argument.startswith("--"):
@@ -28,7 +31,10 @@ def parse(argv: list[str]) -> tuple[ml_collections.ConfigDict, Path]:
         name, equals, value = argument[2:].partition("=")
         name = name.replace("-", "_")
         if name not in ("config", "workdir") and not name.startswith("config."):
-            raise ConfigError(f"--{name}: no such option{_nearest(name, ['config', 'workdir'], '--')}\n{USAGE}")
+            raise ConfigError(f"--{name}: no such option{settings.nearest(name, ['config', 'workdir'], '--')}\n{USAGE}")
+        key = name.removeprefix("config.")
+        if name.startswith("config.") and key not in settings.KINDS:
+            raise ConfigError(f"--{name}: no such key{settings.nearest(key, list(settings.KINDS), '--config.')}")
         if not equals:
             value = next(rest, "")
             if not value:
@@ -36,44 +42,38 @@ def parse(argv: list[str]) -> tuple[ml_collections.ConfigDict, Path]:
         if name in ("config", "workdir"):
             given[name] = value
         else:
-            overrides.append((name.removeprefix("config."), value))
+            overrides[key] = settings.from_text(key, value)
     for name in ("config", "workdir"):
-        if name not in given:
+        if not given.get(name):
             raise ConfigError(f"--{name} is missing\n{USAGE}")
-    config = load(Path(given["config"]))
-    for key, value in overrides:
-        if key not in config:
-            raise ConfigError(f"--config.{key}: no such key{_nearest(key, list(config), '--config.')}")
-        config[key] = _convert(key, value, config[key])
-    return config, Path(given["workdir"])
+    workdir = Path(given["workdir"]).expanduser()
+    if workdir.exists() and not workdir.is_dir():
+        raise ConfigError(f"--workdir={workdir}: a folder is needed, this is a file")
+    path = Path(given["config"])
+    return settings.make(load(path) | overrides, f"--config={path}"), workdir
 
 
-def load(path: Path) -> ml_collections.ConfigDict:
-    """What `get_config()` of a Python file returns."""
+def load(path: Path) -> dict[str, Any]:
+    """What `get_config()` of a Python file returns: a mapping of keys to values."""
+    where = f"--config={path}"
     if not path.is_file():
-        raise ConfigError(f"--config={path}: no such file; give one of configs/*.py")
+        raise ConfigError(f"{where}: no such file; give one of configs/*.py")
     try:
         names = runpy.run_path(str(path))
-    except Exception as error:  # whatever the file does
-        raise ConfigError(f"--config={path}: not a configuration file ({type(error).__name__}: {error})") from None
-    if "get_config" not in names:
-        raise ConfigError(f"--config={path}: it has no function get_config()")
-    return names["get_config"]()
-
-
-def _nearest(name: str, known: list[str], prefix: str) -> str:
-    close = difflib.get_close_matches(name, known, 1, 0.5)
-    return (
-        f"; did you mean {prefix}{close[0]}?" if close else f"; known: {', '.join(prefix + k for k in sorted(known))}"
-    )
-
-
-def _convert(key: str, text: str, default: Any) -> Any:
-    """The text as the type of the key's present value."""
-    kind = type(default)
+    except (Exception, SystemExit) as error:  # whatever the file does
+        raise ConfigError(f"{where}: not a configuration file ({_line(error)})") from None
+    if not callable(names.get("get_config")):
+        raise ConfigError(f"{where}: it has no function get_config()")
     try:
-        if kind is bool:
-            return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
-        return kind(text)
-    except (KeyError, ValueError):
-        raise ConfigError(f"--config.{key}={text}: a {kind.__name__} is needed, such as {default!r}") from None
+        config = names["get_config"]()
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{where}: get_config() fails ({_line(error)})") from None
+    if isinstance(config, ml_collections.ConfigDict):
+        config = config.to_dict()
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{where}: get_config() returns {type(config).__name__}; a ConfigDict or dict is needed")
+    return dict(config)
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

@@ -1,216 +1,328 @@
-"""The stages of a training run: pool, answers, features, training, export.
+"""The stages of a training run: prompts, answers, features, training, export.
 
-    WORKDIR/pool.jsonl, pool.json     prompts, and their counts by source with licences
+    WORKDIR/pool.jsonl, pool.json     prompts of the demo's pool, and their counts by source with licences
+    WORKDIR/own.jsonl                 prompts that the target wrote itself
     WORKDIR/answers/, answers.json    answers of the target, and their counts
+    WORKDIR/features/                 features of the target, where they are kept in files
     WORKDIR/scale.npy                 root mean square of the tapped channels
     WORKDIR/train/                    checkpoints and metrics.jsonl
     WORKDIR/head/                     the head in the published format, with its model card
 
-A stage whose output is complete is skipped. Features are not stored: they are large, and made in seconds.
+A stage whose output is complete is skipped; one that was cut off goes on.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
+import math
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 
-from jetspec_jax import demo, load
-from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig, default_taps
-from jetspec_jax.evals import prompts
+from jetspec_jax import demo, load, sharding
+from jetspec_jax.config import ConfigError, HeadConfig, SamplingConfig, TreeConfig
+from jetspec_jax.evals import acceptance, prompts
 from jetspec_jax.training import answers as answer_store
-from jetspec_jax.training import export, features, loop, losses, pool, regenerate
-from jetspec_jax.training.answers import Answers
+from jetspec_jax.training import (
+    examples,
+    export,
+    features,
+    loop,
+    own_prompts,
+    packing,
+    pool,
+    regenerate,
+    rows,
+    step,
+    teacher,
+)
+from jetspec_jax.training.batches import Batches
+from jetspec_jax.training.examples import Example
+from jetspec_jax.training.losses import Mix
+from jetspec_jax.training.packing import Packed
+from jetspec_jax.training.settings import Settings
 from jetspec_jax.training.step import Recipe
 
-STAGES = ("pool", "answers", "export")
-COUNTS = (
-    "max_prompt_tokens", "max_new_tokens", "answer_batch", "save_batches", "feature_batch", "head_layers", "taps",
-    "steps", "batch", "anchors", "loss_chunk", "log_every", "eval_every", "save_every",
-)  # fmt: skip
-SHARES = ("max_minutes", "max_prompts", "samples", "heldout_prompts", "gamma", "peak_lr", "warmup", "weight_decay")
 MEMORY_SHARE = 0.82  # of the device, for features; the rest is for the step
 
+Log = Callable[[str], None]
 
-def run(config: ml_collections.ConfigDict, workdir: Path, log: Callable[[str], None]) -> None:
-    """Runs all stages up to `config.until`, or as far as `config.max_minutes` allows.
+
+def run(config: Settings, workdir: Path, log: Log) -> bool:
+    """Runs all stages up to `config.until`, or as far as `config.max_minutes` allows; True when all are done.
 
     Raises:
       ConfigError: a value, file or set of stored outputs does not fit.
+      loop.TrainingError: training cannot go on.
     """
     begin = time.monotonic()
     on_time = lambda: not config.max_minutes or time.monotonic() - begin < 60 * config.max_minutes
+    config.check_files()
     workdir.mkdir(parents=True, exist_ok=True)
-
-    # ---- pool
-    pool_file = Path(config.pool) if config.pool else workdir / "pool.jsonl"
-    if not pool_file.exists():
-        _build_pool(config, pool_file)
-    rows = prompts.read(pool_file)
-    log(f"pool: {len(rows)} prompts in {pool_file}")
     if config.until == "pool":
-        return
+        _source(config, workdir, log)
+        return True
+    mesh = _mesh(config)
+    target = _target(config, mesh)
+    head = config.head_config(target.config, target.eos)
+    source = _source(config, workdir, log)
 
-    # ---- answers
-    target = load.load_target(config.target or demo.fetch_target(), config.dtype or None)
-    folder, summary = workdir / "answers", workdir / "answers.json"
-    if not summary.exists():
-        ids = regenerate.tokenize(target, rows[: config.max_prompts or None], config.max_prompt_tokens)
-        complete = regenerate.regenerate(
-            target,
-            ids,
-            folder,
-            batch=config.answer_batch,
-            max_prompt=config.max_prompt_tokens,
-            max_new=config.max_new_tokens,
-            samples=config.samples,
-            temperature=config.temperature,
-            save_batches=config.save_batches,
-            on_time=on_time,
-            log=log,
-        )
-        if not complete:
+    # ---- examples: the rows' own answers, or the target's
+    if config.answers == "corpus":
+        known, report = examples.build(
+            rows.read(source), target.tokenizer, target.eos, config.sequence_length, config.thinking_switch,
+            config.text_loss,
+        )  # fmt: skip
+        for line in report.lines():
+            log(line)
+        counts: dict[str, Any] = {"input": report.read, "used": report.used, "dropped": dict(report.dropped)}
+    else:
+        answered = _answers(config, workdir, target, source, on_time, log)
+        if answered is None:
             log("answers: time is up; the same command goes on")
-            return
-        summary.write_text(json.dumps(_count(answer_store.read(folder), rows), indent=1) + "\n")
-    counts = json.loads(summary.read_text())
-    log(f"answers: {json.dumps(counts)}")
+            return False
+        known, counts = answered
+    counts["sources"] = _sources(known)
     if config.until == "answers":
-        return
+        return True
+
+    # ---- sequences
+    train, heldout = _split(known, config)
+    length = config.sequence_length
+    packed = packing.pack(train, length)
+    judged = packing.pack(heldout, length) if heldout and config.eval_sequences else None
+    if judged is not None:
+        judged = judged.select(np.arange(min(config.eval_sequences, len(judged.tokens))))
+    filled = float((packed.document > 0).mean())
+    counts |= {"examples": len(train), "tokens": int(packed.learnt.sum()), "sequences": len(packed.tokens)}
+    log(
+        f"data: {len(train):,} examples with {counts['tokens']:,} supervised tokens in {len(packed.tokens):,} "
+        f"sequences of {length} ({filled:.0%} full); {len(heldout):,} examples held out"
+    )
 
     # ---- features
-    known = answer_store.read(folder)
-    chosen = answer_store.usable(known, config.trim_loops)
-    head = head_config(config, target.config)
-    width = config.max_prompt_tokens + config.max_new_tokens
-    room = _room(target, head)
-    if room and chosen.length.sum() > room:
-        chosen = answer_store.fitting(chosen, room, config.seed)
-        log(f"features: memory for {len(chosen.length):,} answers of {len(known.length):,}, drawn at random")
-    used = int((chosen.length - chosen.prompt_length).sum())
-    counts |= {"used": {"answers": len(chosen.length), "tokens": used}}
+    attention = teacher.kernel(config.attention, target.dtype)
+    scale = _scale(workdir / "scale.npy", config, target, packed, head, attention)
+    kept, stored = None, None
     start = time.monotonic()
-    store = features.compute(target.model, target.params, head.tap_layers, chosen, width, config.feature_batch)
-    store = store._replace(scale=_fixed(workdir / "scale.npy", store.scale))
-    size = (store.taps.nbytes + store.final.nbytes) / 2**30
-    log(f"features: {store.tokens.size - width:,} positions, {size:.1f} GiB, {time.monotonic() - start:.0f} s")
+    if config.features == "memory":
+        packed = _fitting(packed, target, head, mesh, log)
+        place = lambda shape, dtype: jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding.split(mesh))()
+        put = lambda x: jax.device_put(x, sharding.split(mesh))
+        batch = config.feature_batch * mesh.shape["data"]
+        kept = features.resident(target, packed, head.tap_layers, batch, attention, place, put)
+        size = sum(x.nbytes for x in kept) / 2**30
+        log(f"features: {len(packed.tokens):,} sequences, {size:.1f} GiB, {time.monotonic() - start:.0f} s")
+    elif config.features == "disk":
+        done = features.write(
+            workdir / "features", target, packed, head.tap_layers, config.feature_batch, attention,
+            jax.process_index(), jax.process_count(), on_time, log,
+        )  # fmt: skip
+        if not done:
+            log("features: time is up; the same command goes on")
+            return False
+        stored = features.Stored(workdir / "features", target, packed, head.tap_layers)
 
     # ---- training
-    # The pool's order is a hash, so its first prompts are a fair sample.
-    heldout = chosen.prompt < min(config.heldout_prompts, counts["prompts"] // 10)
-    recipe = Recipe(
-        target=target.model,
-        head=head,
-        dtype=str(target.dtype),
-        width=width,
-        anchors=config.anchors,
-        gamma=config.gamma,
-        loss=config.loss,
-        temperature=config.loss_temperature,
-        loss_chunk=config.loss_chunk,
-        peak_lr=config.peak_lr,
-        steps=config.steps,
-        warmup=config.warmup,
-        final_lr=config.final_lr,
-        weight_decay=config.weight_decay,
-        clip=config.clip,
-        seed=config.seed,
+    steps = config.steps or math.ceil(config.epochs * len(packed.tokens) / config.batch)
+    recipe = make_recipe(config, target, head, steps, attention)
+    batches = Batches(
+        packed, config.batch, config.accumulate, config.seed, stored, jax.process_index(), jax.process_count()
     )
+    plan = loop.Plan(
+        config.log_every, config.eval_every, config.save_every, judged, config.eval_budgets, config.eval_width,
+        config.resume_step,
+    )  # fmt: skip
     start = time.monotonic()
-    state = loop.train(
-        recipe,
-        target.params,
-        store,
-        np.flatnonzero(~heldout),
-        np.flatnonzero(heldout & (chosen.sample == 0)),
-        workdir / "train",
-        batch=config.batch,
-        log_every=config.log_every,
-        eval_every=config.eval_every,
-        save_every=config.save_every,
+    initial = step.unfold(load.load_head(config.init_head, target).params, scale) if config.init_head else None
+    outcome = loop.train(recipe, target, scale, batches, kept, workdir / "train", plan, mesh, initial, on_time, log)
+    at = int(outcome.state.step)
+    log(f"train: step {at} of {steps}, {time.monotonic() - start:.0f} s")
+    del kept
+
+    # ---- export: also of an unfinished head, so that a machine that goes away leaves one
+    params, saved = outcome.state.params, at
+    if config.export == "best" and outcome.best is not None:
+        params, saved = outcome.best, outcome.notes["best_step"]
+    export.write(workdir / "head", target, recipe, params, saved, scale, config, counts)
+    log(f"export: {workdir / 'head'} (step {saved})")
+    if at == steps and config.decode_prompts:
+        _decode(config, workdir, target, log)
+    return at == steps
+
+
+def make_recipe(config: Settings, target, head: HeadConfig, steps: int, attention: str) -> Recipe:
+    """What is static in a step, from the settings."""
+    mix = Mix(config.forward_kl, config.reverse_kl, config.cross_entropy, config.loss_temperature)
+    same = {f.name for f in dataclasses.fields(Recipe)} & {f.name for f in dataclasses.fields(Settings)}
+    values = {name: getattr(config, name) for name in same - {"target", "dtype", "steps", "attention"}}
+    return Recipe(
+        target=target.model, head=head, dtype=str(target.dtype), steps=steps, mix=mix, attention=attention, **values
+    )
+
+
+def _mesh(config: Settings) -> jax.sharding.Mesh:
+    devices, model = jax.device_count(), config.model_parallel
+    if devices % model:
+        raise ConfigError(f"--config.model_parallel={model}: it must divide the number of devices, {devices}")
+    part = config.batch // config.accumulate
+    if part % (devices // model):
+        raise ConfigError(
+            f"--config.batch={config.batch}: {part} sequences at a time do not split over {devices // model} devices"
+        )
+    return sharding.make_mesh(model)
+
+
+def _target(config: Settings, mesh) -> load.LoadedTarget:
+    """The target on the mesh; a model that needs several devices is read into the host's memory first."""
+    source = config.target or demo.fetch_target()
+    if mesh.size == 1:
+        return load.load_target(source, config.dtype or None)
+    dtype = config.dtype or (None if jax.default_backend() == "cpu" else "bfloat16")
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        target = load.load_target(source, dtype)
+    return dataclasses.replace(target, params=jax.device_put(target.params, sharding.frozen(target.params, mesh)))
+
+
+def _source(config: Settings, workdir: Path, log: Log) -> Path:
+    """The rows to learn from; the demo's pool is built where none are given."""
+    if config.data:
+        return Path(config.data)
+    path = workdir / "pool.jsonl"
+    if not path.exists():
+        found, counts = pool.build(
+            Path(config.prompt_sets), config.code_prompts, config.code_per_package, config.chat_prompts
+        )
+        path.with_suffix(".json").write_text(json.dumps(counts, indent=1) + "\n")
+        prompts.write(path, found)
+    log(f"pool: {path}")
+    return path
+
+
+def _answers(
+    config: Settings, workdir: Path, target, source: Path, on_time, log: Log
+) -> tuple[list[Example], dict[str, Any]] | None:
+    """Examples of the target's answers and their counts; None when time ran out."""
+    own = workdir / "own.jsonl"
+    if config.own_prompts and not own.exists():
+        forbidden = pool.Forbidden(Path(config.prompt_sets)).matches if config.prompt_sets else lambda text: False
+        written = own_prompts.write(
+            target, config.own_prompts, config.own_temperature, config.seed, config.answer_batch, forbidden, log
+        )
+        prompts.write(own.with_suffix(".tmp"), written)
+        own.with_suffix(".tmp").rename(own)
+
+    def asked() -> Iterator[rows.Row]:
+        yield from rows.read(source)
+        if config.own_prompts:
+            yield from rows.read(own)
+
+    found = regenerate.ask(target, asked(), config.max_prompt_tokens, config.thinking_switch, config.max_prompts)
+    for why, n in found.skipped.most_common():
+        log(f"prompts: {n:,} of {found.total:,} left out: {why}")
+    folder = workdir / "answers"
+    complete = regenerate.regenerate(
+        target,
+        found.ids,
+        folder,
+        batch=config.answer_batch,
+        max_prompt=config.max_prompt_tokens,
+        max_new=config.max_new_tokens,
+        samples=config.samples,
+        temperature=config.temperature,
+        save_batches=config.save_batches,
+        head=load.load_head(config.answer_head, target) if config.answer_head else None,
+        budget=config.answer_budget,
         on_time=on_time,
         log=log,
     )
-    log(f"train: step {int(state.step)} of {config.steps}, {time.monotonic() - start:.0f} s")
-
-    # ---- export: also of an unfinished head, so that a machine that goes away leaves one
-    export.write(workdir / "head", target, recipe, state, store.scale, config, counts)
-    log(f"export: {workdir / 'head'}")
-
-
-def check(config: ml_collections.ConfigDict) -> None:
-    """Refuses values that no file or target could make right."""
-    for key, known in (("until", STAGES), ("loss", losses.KINDS)):
-        if config[key] not in known:
-            raise ConfigError(f"--config.{key}={config[key]}: choose one of {', '.join(known)}")
-    for keys, least in ((COUNTS, 1), (SHARES, 0)):
-        for key in keys:
-            if config[key] < least:
-                raise ConfigError(f"--config.{key}={config[key]}: give a number >= {least}")
-
-
-def head_config(config: ml_collections.ConfigDict, target: ModelConfig) -> HeadConfig:
-    """The head: layers, taps and block from the configuration, every other size from the target."""
-    return HeadConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        num_layers=config.head_layers,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        intermediate_size=target.intermediate_size,
-        norm_eps=target.norm_eps,
-        rope_theta=target.rope_theta,
-        max_positions=target.max_positions,
-        num_target_layers=target.num_layers,
-        block_size=config.block_size,
-        mask_token_id=config.mask_token_id,
-        tap_layers=default_taps(target.num_layers, config.taps),
-        causal=config.causal,
-        dtype="bfloat16",
-    )
+    if not complete:
+        return None
+    known = answer_store.read(folder)
+    counts = regenerate.counts(found, known)
+    (workdir / "answers.json").write_text(json.dumps(counts, indent=1) + "\n")
+    log(f"answers: {json.dumps(counts)}")
+    kept, dropped = answer_store.learnable(known, found.identities, config.trim_loops)
+    for why, n in dropped.most_common():
+        log(f"answers: {n:,} left out: {why}")
+    if not kept:
+        raise ConfigError("answers: none is longer than one token; there is nothing to learn from")
+    longest = max(e.tokens.size for e in kept)
+    if longest > config.sequence_length:
+        raise ConfigError(
+            f"--config.sequence_length={config.sequence_length}: an answer with its prompt has {longest} tokens; "
+            "give at least max_prompt_tokens + max_new_tokens"
+        )
+    return kept, counts
 
 
-def _build_pool(config, path: Path) -> None:
-    if not config.data:
-        raise ConfigError("--config.data is missing: the folder of prompt sets (or give --config.pool, a pool file)")
-    rows, counts = pool.build(Path(config.data), config.code_prompts, config.code_per_package, config.chat_prompts)
-    path.with_suffix(".json").write_text(json.dumps(counts, indent=1) + "\n")
-    prompts.write(path, rows)
+def _split(known: list[Example], config: Settings) -> tuple[list[Example], list[Example]]:
+    """Examples to train on and held-out ones; all answers to a prompt are on one side, sampled ones are not judged."""
+    prompt = lambda e: e.identity.partition(answer_store.SAMPLE)[0]
+    digest = lambda name: hashlib.sha256(name.encode()).digest()
+    names = sorted({prompt(e) for e in known}, key=digest)
+    heldout = set(names[: min(config.heldout, len(names) // 10)])
+    judged = [e for e in known if prompt(e) in heldout and answer_store.SAMPLE not in e.identity]
+    return [e for e in known if prompt(e) not in heldout], judged
 
 
-def _count(known: Answers, rows: list[dict]) -> dict:
-    """Answers and tokens in all and by source, before loops are cut."""
-    new = known.length - known.prompt_length
-    source = np.array([rows[i]["id"].split("/")[0] for i in known.prompt])
-    greedy = known.sample == 0
-    return {
-        "prompts": int(greedy.sum()),
-        "answers": len(new),
-        "tokens": int(new.sum()),
-        "ended": round(float(known.ended.mean()), 3),
-        "sources": {
-            str(s): {"prompts": int((greedy & (source == s)).sum()), "tokens": int(new[source == s].sum())}
-            for s in np.unique(source)
-        },
-    }
+def _sources(known: list[Example]) -> dict[str, dict[str, int]]:
+    """Examples and supervised tokens by the first part of their ids, where ids have parts."""
+    number: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    for example in known:
+        source = example.identity.rpartition("/")[0] or "data"
+        number[source] += 1
+        tokens[source] += int(example.learnt.sum())
+    if len(number) > 200:  # ids with parts of another meaning
+        return {"data": {"examples": number.total(), "tokens": tokens.total()}}
+    return {name: {"examples": number[name], "tokens": tokens[name]} for name in sorted(number)}
 
 
-def _room(target, head: HeadConfig) -> int | None:
-    """Positions whose features fit on the device; None where it does not tell its memory."""
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    position = (len(head.tap_layers) + 1) * head.hidden_size * jnp.dtype(target.dtype).itemsize
-    return int(MEMORY_SHARE * limit / position) if limit else None
-
-
-def _fixed(path: Path, scale) -> jnp.ndarray:
+def _scale(path: Path, config: Settings, target, packed: Packed, head: HeadConfig, attention: str) -> jax.Array:
     """The scale of the run's first command: a resumed run must not move its coordinates by a rounding."""
     if not path.exists():
-        np.save(path, np.asarray(scale))
-    return jnp.asarray(np.load(path))
+        found = features.scale(target, packed, head.tap_layers, config.scale_sequences, config.feature_batch, attention)
+        np.save(path.with_suffix(".tmp.npy"), np.asarray(found))
+        path.with_suffix(".tmp.npy").rename(path)
+    stored = np.load(path)
+    if stored.size != len(head.tap_layers) * head.hidden_size:
+        raise ConfigError(f"{path}: made for other taps ({stored.size} channels); use a new --workdir")
+    return jnp.asarray(stored)
+
+
+def _fitting(packed: Packed, target, head: HeadConfig, mesh, log: Log) -> Packed:
+    """As many sequences as the devices hold features of."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    sequence = (len(head.tap_layers) + 1) * head.hidden_size * jnp.dtype(target.dtype).itemsize * packed.tokens.shape[1]
+    room = int(MEMORY_SHARE * limit / sequence) * mesh.shape["data"] if limit else len(packed.tokens)
+    if room >= len(packed.tokens):
+        return packed
+    log(f"features: memory for {room:,} of {len(packed.tokens):,} sequences, drawn at random")
+    chosen = np.sort(np.random.default_rng(0).permutation(len(packed.tokens))[:room])
+    return packed.select(chosen)
+
+
+def _decode(config: Settings, workdir: Path, target, log: Log) -> None:
+    """Decodes prompts for real with the exported head; the figures lie beside it."""
+    head = load.load_head(workdir / "head", target)
+    ids = acceptance.read(target, config.decode_prompts, config.decode_limit, config.max_prompt_tokens)
+    if not ids:
+        raise ConfigError(f"--config.decode_prompts={config.decode_prompts}: no prompt of the file is short enough")
+    tree = TreeConfig(config.decode_budget)
+    found = acceptance.measure(target, head, ids, tree, SamplingConfig(config.max_new_tokens), min(32, len(ids)))
+    del found["token_ids"]
+    (workdir / "decode.json").write_text(json.dumps(found, indent=1) + "\n")
+    low, high = found["interval_95"]
+    log(
+        f"decode: acceptance length {found['acceptance_length']:.2f} ({low:.2f}-{high:.2f}) at budget "
+        f"{config.decode_budget}, {found['prompts']} prompts, {found['rounds']} rounds"
+    )

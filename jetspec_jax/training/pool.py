@@ -1,11 +1,12 @@
 """The pool of training prompts, as a file that `decode.py --prompt_file` could read.
 
-    python -m jetspec_jax.training.pool --data FOLDER --out pool.jsonl
+    python -m jetspec_jax.training.pool --data FOLDER --out pool.jsonl [--answers]
 
 Mathematics (the train splits of GSM8K and MATH), code (MBPP outside its test split, and functions of installed
 packages, see `code_prompts`), and chat prompts of our own (`chat_topics`). No row of a benchmark, and none that shares
 16 words in a row with one, is in it; nothing under a non-commercial licence is read. The order is a hash of the text,
-so any first part of the file is a fair sample of it. Counts by source are printed as JSON.
+so any first part of the file is a fair sample of it. With --answers, rows whose origin has an answer hold it as the
+assistant's turn: text that the target did not write, for comparison. Counts by source are printed as JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from jetspec_jax.training import chat_topics, code_prompts
 SHARED_WORDS = 16  # in a row, with a benchmark's prompt: too close
 
 
-def build(data: Path, code: int, per_package: int, chat_prompts: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def build(
+    data: Path, code: int, per_package: int, chat_prompts: int, answers: bool = False
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows {"id", "messages"} and the counts by source with the licences of the packages read.
 
     data: folder with gsm8k/train.jsonl, math_train/train.jsonl, mbpp/rest.jsonl and the benchmarks. code: functions in
@@ -37,25 +40,28 @@ def build(data: Path, code: int, per_package: int, chat_prompts: int) -> tuple[l
     functions = code_prompts.collect(per_package)
     functions.sort(key=lambda f: code_prompts.digest(f.code))
     candidates = itertools.chain(
-        _numbered("gsm8k_train", data / "gsm8k/train.jsonl", lambda r: prompts.reasoning(r["question"])),
-        _numbered("math_train", data / "math_train/train.jsonl", lambda r: prompts.reasoning(r["problem"])),
-        _numbered("mbpp_rest", data / "mbpp/rest.jsonl", lambda r: prompts.tested(r["text"], r["test_list"])),
-        ((f"code_{f.package}", i, code_prompts.prompt(f)) for i, f in enumerate(functions[:code])),
-        chat(chat_prompts),
+        _numbered("gsm8k_train", data / "gsm8k/train.jsonl", lambda r: prompts.reasoning(r["question"]), "answer"),
+        _numbered("math_train", data / "math_train/train.jsonl", lambda r: prompts.reasoning(r["problem"]), "solution"),
+        _numbered("mbpp_rest", data / "mbpp/rest.jsonl", lambda r: prompts.tested(r["text"], r["test_list"]), "code"),
+        ((f"code_{f.package}", i, code_prompts.prompt(f), "") for i, f in enumerate(functions[:code])),
+        ((*prompt, "") for prompt in chat(chat_prompts)),
     )
-    forbidden = _Forbidden(data)
+    forbidden = Forbidden(data)
     rows: list[dict[str, Any]] = []
     known: set[str] = set()
     counts: collections.Counter[str] = collections.Counter()
     dropped: collections.Counter[str] = collections.Counter()
-    for source, number, text in candidates:
-        key = " ".join(_words(text))
+    for source, number, text, answer in candidates:
+        key = " ".join(words(text))
         if key in known or forbidden.matches(text):
             dropped[source] += 1
             continue
         known.add(key)
         counts[source] += 1
-        rows.append(prompts.message(f"{source}/{number}", text))
+        row = prompts.message(f"{source}/{number}", text)
+        if answers and answer:
+            row["messages"].append({"role": "assistant", "content": answer})
+        rows.append(row)
     rows.sort(key=lambda row: code_prompts.digest(row["messages"][0]["content"]))
     packages = {s.removeprefix("code_") for s in counts if s.startswith("code_")}
     licences = {name: code_prompts.LICENCES[name] for name in sorted(packages)}
@@ -74,14 +80,14 @@ def chat(count: int) -> Iterator[tuple[str, int, str]]:
             if len(seen) == wanted:
                 break
             template = templates[draw.randrange(len(templates))]
-            words = {name: draw.choice(values) for name, values in fields.items()}
-            text = template.format(**words)
-            if text not in seen and len(set(words.values())) == len(words):
+            chosen = {name: draw.choice(values) for name, values in fields.items()}
+            text = template.format(**chosen)
+            if text not in seen and len(set(chosen.values())) == len(chosen):
                 seen.add(text)
                 yield f"chat_{family}", len(seen), text
 
 
-class _Forbidden:
+class Forbidden:
     """Benchmark texts, as whole short prompts and as runs of words of long ones."""
 
     def __init__(self, data: Path):
@@ -89,29 +95,29 @@ class _Forbidden:
         self._runs: set[str] = set()
         for name in prompts.BENCHMARKS:
             for row in prompts.load(name, data):
-                words = _words(row["messages"][0]["content"])
-                self._whole.add(" ".join(words))
-                self._runs.update(_runs(words))
+                found = words(row["messages"][0]["content"])
+                self._whole.add(" ".join(found))
+                self._runs.update(_runs(found))
 
     def matches(self, text: str) -> bool:
         """Whether the text is a benchmark's, or shares a run of words with one."""
-        words = _words(text)
-        return " ".join(words) in self._whole or not self._runs.isdisjoint(_runs(words))
+        found = words(text)
+        return " ".join(found) in self._whole or not self._runs.isdisjoint(_runs(found))
 
 
-def _words(text: str) -> list[str]:
+def words(text: str) -> list[str]:
     """Lower-case words without the fixed wordings around a task, which all rows of a format share."""
     for fixed in (prompts.BOXED, prompts.function("").split("\n")[0], prompts.contest("").split("\n")[0]):
         text = text.replace(fixed, " ")
     return re.findall(r"\w+", text.lower())
 
 
-def _runs(words: list[str]) -> Iterator[str]:
-    return (" ".join(words[i : i + SHARED_WORDS]) for i in range(len(words) - SHARED_WORDS + 1))
+def _runs(found: list[str]) -> Iterator[str]:
+    return (" ".join(found[i : i + SHARED_WORDS]) for i in range(len(found) - SHARED_WORDS + 1))
 
 
-def _numbered(source: str, path: Path, text) -> Iterator[tuple[str, int, str]]:
-    return ((source, i, text(row)) for i, row in enumerate(prompts.read(path)))
+def _numbered(source: str, path: Path, text, answer: str) -> Iterator[tuple[str, int, str, str]]:
+    return ((source, i, text(row), row.get(answer, "")) for i, row in enumerate(prompts.read(path)))
 
 
 def main(argv: list[str]) -> int:
@@ -122,9 +128,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--code", type=int, default=11_000, help="functions in all")
     parser.add_argument("--per_package", type=int, default=600, help="functions of one package")
     parser.add_argument("--chat", type=int, default=2_500, help="chat prompts")
+    parser.add_argument("--answers", action="store_true", help="with the origin's answers, where it has them")
     options = parser.parse_args(argv)
     try:
-        rows, counts = build(options.data, options.code, options.per_package, options.chat)
+        rows, counts = build(options.data, options.code, options.per_package, options.chat, options.answers)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,34 +1,130 @@
-"""Answers of the target to the prompts of a pool: what the head learns to draft.
+"""Answers of the target to prompts: what the head learns to draft.
 
-A head trained on anybody else's text drafts that text; the published ablation puts it far behind. Prompts are sorted
-by length, decoded plainly in batches, and saved every few batches; a run that was cut off goes on behind its last part.
+    python -m jetspec_jax.training.regenerate --prompts rows.jsonl --out DIR [--target T] [--head H] [--thinking off]
+
+A head trained on anybody else's text drafts that text; the published ablation puts it far behind. Prompts are sorted by
+length and decoded in batches, speculatively where a head is given (the answers are the same, sooner), and saved every
+few batches; the same command again goes on behind what is saved. When all are there, DIR/answers.jsonl holds a
+conversation a row, with `finish_reason` "length" where the limit cut an answer, and the counts are printed as JSON:
+input = answered + errors + skipped.
 """
 
 from __future__ import annotations
 
+import argparse
+import collections
 import functools
+import hashlib
+import json
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax import speculate
+from jetspec_jax import demo, load, speculate
 from jetspec_jax.config import ConfigError
-from jetspec_jax.decoder import STOP
+from jetspec_jax.decoder import NONFINITE, STOP
 from jetspec_jax.sampling import Sampling
 from jetspec_jax.training import answers as store
+from jetspec_jax.training import examples, rows
 from jetspec_jax.training.answers import Answers
 
 PROMPT_STEP = 128  # padded prompt widths are multiples of this: one prefill program each
+MANIFEST = "manifest.json"
 
 
-def tokenize(target, rows: Sequence[dict], longest: int) -> list[list[int]]:
-    """Prompt ids of the rows of a pool through the chat template; [] for those longer than `longest` tokens."""
-    ids = [target.encode_messages(row["messages"]) for row in rows]
-    return [i if len(i) <= longest else [] for i in ids]
+class Prompts(NamedTuple):
+    """What is asked, and what is not, by reason."""
+
+    identities: list[str]
+    messages: list[list[dict[str, str]]]
+    ids: list[list[int]]  # through the chat template
+    skipped: collections.Counter[str]
+
+    @property
+    def total(self) -> int:
+        """Rows of the input."""
+        return len(self.ids) + self.skipped.total()
+
+
+def ask(target, source, longest: int, thinking: bool | None, limit: int = 0) -> Prompts:
+    """Prompts from rows of a data set; an answer at the end of a row is left out.
+
+    source: an iterable of `rows.Row`. longest: tokens of a prompt. limit: rows that are read, 0 for all.
+    """
+    if target.tokenizer is None or not target.tokenizer.has_chat_template:
+        raise ConfigError(f"prompts: {target.source} has no chat template to ask through")
+    found = Prompts([], [], [], collections.Counter())
+    known: set[str] = set()
+    for number, row in enumerate(source):
+        if limit and number == limit:
+            break
+        try:
+            if row.identity in known:
+                raise examples.Unusable("the id of an earlier row")
+            messages = examples.question(row.value)
+            ids = target.tokenizer.encode_chat(messages, thinking)
+            if len(ids) > longest:
+                raise examples.Unusable(f"a prompt of more than {longest} tokens")
+        except (examples.Unusable, ConfigError) as reason:
+            found.skipped[str(reason)] += 1
+            continue
+        known.add(row.identity)
+        found.identities.append(row.identity)
+        found.messages.append(messages)
+        found.ids.append(ids)
+    if not found.ids:
+        raise ConfigError(f"prompts: none of {found.total} rows can be asked ({dict(found.skipped)})")
+    return found
+
+
+class Answerer:
+    """Decodes batches of one shape: `batch` rows, `capacity` positions; with a head, trees of `budget` nodes."""
+
+    def __init__(self, target, batch: int, capacity: int, head=None, budget: int = 1):
+        self.target, self.batch, self.budget = target, batch, budget if head else 1
+        draft = head.draft if head else None
+        capacity += draft.depth + 1 if draft else 1
+        decoder = speculate.Decoder(target.model, draft, self.budget, capacity, ops=target.model.ops)
+        self._params = {"target": target.params, "draft": head.params if head else None}
+        # Prefill and rounds as two programs; one capacity, so that all batches share the second.
+        self._prefill = jax.jit(functools.partial(speculate.prefill, decoder))
+        self._rounds = jax.jit(functools.partial(speculate.rounds, decoder), donate_argnums=1)
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], seeds: np.ndarray, max_new: int, temperature: float
+    ) -> tuple[list[np.ndarray], np.ndarray]:
+        """Token ids of prompt and answer, and how each ended (`decoder.STOP`, ...).
+
+        At most `batch` prompts; missing ones are rows that end before their first round.
+        """
+        count = len(prompts)
+        lengths = np.ones(self.batch, np.int32)
+        lengths[:count] = [len(p) for p in prompts]
+        padded = np.zeros((self.batch, -(-int(lengths.max()) // PROMPT_STEP) * PROMPT_STEP), np.int32)
+        for row, prompt in enumerate(prompts):
+            padded[row, : len(prompt)] = prompt
+        limit = lengths + max_new * (np.arange(self.batch) < count).astype(np.int32)
+        seed = np.zeros(self.batch, np.uint32)
+        seed[:count] = seeds
+        eos = jnp.asarray(self.target.eos, jnp.int32)
+        request = speculate.Request(
+            tokens=jnp.asarray(padded),
+            prompt_length=jnp.asarray(lengths),
+            limit=jnp.asarray(limit),
+            budget=jnp.full(self.batch, self.budget, jnp.int32),
+            sampling=Sampling(jnp.full(self.batch, temperature) if temperature else None, jnp.asarray(seed)),
+            eos=jnp.broadcast_to(eos, (self.batch, eos.size)),
+        )
+        state = self._rounds(self._params, self._prefill(self._params, request), jnp.int32(max_new))
+        tokens, length, reason = (np.asarray(x)[:count] for x in (state.tokens, state.length, state.reason))
+        return [row[:n] for row, n in zip(tokens, length, strict=True)], reason
 
 
 def regenerate(
@@ -42,36 +138,67 @@ def regenerate(
     samples: int = 0,
     temperature: float = 0.8,
     save_batches: int = 8,
+    head=None,
+    budget: int = 32,
     on_time: Callable[[], bool] = lambda: True,
     log: Callable[[str], None] = lambda line: None,
 ) -> bool:
     """Writes one greedy and `samples` sampled answers a prompt to `folder`, each exactly once.
 
-    target: what `load_target` returns. prompts: ids, [] to leave a prompt out. on_time: asked before every batch.
+    target: what `load_target` returns; head: what `load_head` returns, or None. on_time: asked before every batch.
     Returns whether all are there; False when time ran out, and the same call later finishes.
+
+    Raises:
+      ConfigError: the folder holds answers to other prompts, of another target, or made with other numbers.
     """
     lengths = np.array([len(p) for p in prompts])
+    if lengths.min() < 1 or lengths.max() > max_prompt:
+        raise ValueError(f"prompts of {lengths.min()}..{lengths.max()} tokens; 1..{max_prompt} are expected")
     order = np.argsort(lengths, kind="stable")
-    order = order[lengths[order] > 0]
-    if not order.size:
-        raise ConfigError(f"max_prompt={max_prompt}: no prompt of the pool is that short")
     # Greedy answers first: with little time left they are the more useful half.
     jobs = [
         (sample, order[first : first + batch]) for sample in range(1 + samples) for first in range(0, order.size, batch)
     ]
-    done = _finished(store.read(folder), jobs, lengths, folder)
-    decode = _decoder(target, -(-max_prompt // PROMPT_STEP) * PROMPT_STEP + max_new + 1)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps([list(map(int, p)) for p in prompts]).encode()
+    _sign(
+        folder / MANIFEST,
+        {
+            "target_fingerprint": target.fingerprint,
+            "prompts": hashlib.sha256(text).hexdigest()[:16],
+            "batch": batch,
+            "max_new": max_new,
+            "temperature": temperature if samples else 0.0,
+        },
+    )
+    done = _finished(store.read(folder), jobs, folder)
+    if done == len(jobs):
+        return True
+    answer = Answerer(target, batch, -(-max_prompt // PROMPT_STEP) * PROMPT_STEP + max_new, head, budget)
     part, begin, tokens = len(list(folder.glob("part-*.npz"))), time.perf_counter(), 0
     pending: list[Answers] = []
+    kind = np.uint16 if target.model.vocab_size <= 2**16 else np.uint32
     for number in range(done, len(jobs)):
         if not on_time():
             break
         sample, index = jobs[number]
-        heat = temperature if sample else 0.0
-        pending.append(_answer(decode, target, prompts, index, sample, batch, max_new, heat))
-        tokens += int((pending[-1].length - pending[-1].prompt_length).sum())
+        seeds = (index * 1_000_003 + sample) % 2**32  # of a prompt and not of a batch
+        found, reason = answer([prompts[i] for i in index], seeds, max_new, temperature if sample else 0.0)
+        length = np.array([row.size for row in found], np.int32)
+        pending.append(
+            store.join(
+                [row.astype(kind) for row in found],
+                prompt=index.astype(np.int32),
+                sample=np.full(index.size, sample, np.int32),
+                prompt_length=lengths[index].astype(np.int32),
+                length=length,
+                ended=reason == STOP,
+                failed=reason == NONFINITE,
+            )
+        )
+        tokens += int((length - lengths[index]).sum())
         spent = time.perf_counter() - begin
-        log(f"regenerate: batch {number + 1}/{len(jobs)}, {tokens:,} tokens, {tokens / spent:,.0f} tokens/s")
+        log(f"answers: batch {number + 1}/{len(jobs)}, {tokens:,} tokens, {tokens / spent:,.0f} tokens/s")
         if len(pending) == save_batches:
             store.write(folder, part, store.concatenate(pending))
             part, pending = part + 1, []
@@ -81,58 +208,127 @@ def regenerate(
     return done == len(jobs)
 
 
-def _finished(known: Answers, jobs, lengths, folder: Path) -> int:
+def counts(prompts: Prompts, known: Answers) -> dict[str, Any]:
+    """What became of the input; input = answered + errors + skipped, all in rows."""
+    greedy = known.sample == 0
+    return {
+        "input": prompts.total,
+        "answered": int((greedy & ~known.failed).sum()),
+        "errors": int((greedy & known.failed).sum()),
+        "skipped": prompts.skipped.total(),
+        "skipped_by_reason": dict(prompts.skipped),
+        "truncated": int((greedy & ~known.ended & ~known.failed).sum()),
+        "sampled": int((~greedy).sum()),
+        "tokens": int((known.length - known.prompt_length).sum()),
+    }
+
+
+def _sign(path: Path, plan: dict[str, Any]) -> None:
+    """Writes what the answers are made of, or compares it with what is there."""
+    if path.exists():
+        try:
+            found = json.loads(path.read_text())
+        except ValueError:
+            found = {}
+        differs = [key for key, value in plan.items() if found.get(key) != value]
+        if differs:
+            raise ConfigError(f"{path.parent}: its answers differ in {', '.join(differs)}; remove the folder")
+        return
+    if any(path.parent.glob("part-*.npz")):
+        raise ConfigError(f"{path.parent}: its answers come from another version of this package; remove the folder")
+    _replace(path, json.dumps(plan, indent=1) + "\n")
+
+
+def _finished(known: Answers, jobs, folder: Path) -> int:
     """Number of jobs whose answers are in the folder; they must be the first ones, row for row."""
     if not len(known.prompt):
         return 0
     ends = np.cumsum([len(index) for _, index in jobs])
     expected = np.concatenate([index for _, index in jobs])[: len(known.prompt)]
-    fits = np.array_equal(known.prompt, expected) and np.array_equal(known.prompt_length, lengths[expected])
-    if not fits or len(known.prompt) not in ends:
-        raise ConfigError(f"{folder}: its parts come from another pool, batch or samples; remove the folder")
+    if not np.array_equal(known.prompt, expected) or len(known.prompt) not in ends:
+        raise ConfigError(
+            f"{folder}: a part of its answers is missing or was made with other numbers; remove the folder"
+        )
     return int(np.searchsorted(ends, len(known.prompt))) + 1
 
 
-def _decoder(target, capacity: int):
-    """Prefill and rounds as two programs; one capacity, so that all batches share the second."""
-    decoder = speculate.Decoder(target.model, None, 1, capacity)
-    prefill = jax.jit(functools.partial(speculate.prefill, decoder))
-    rounds = jax.jit(functools.partial(speculate.rounds, decoder), donate_argnums=1)
-
-    def run(request: speculate.Request, n: int) -> speculate.State:
-        params = {"target": target.params, "draft": None}
-        return rounds(params, prefill(params, request), jnp.int32(n))
-
-    return run
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
-def _answer(decode, target, prompts, index, sample, batch, max_new, temperature) -> Answers:
-    """Decodes the prompts `index` as one batch, padded with rows that end before their first round."""
-    lengths = np.ones(batch, np.int32)
-    lengths[: len(index)] = [len(prompts[i]) for i in index]
-    width = -(-int(lengths.max()) // PROMPT_STEP) * PROMPT_STEP
-    padded = np.zeros((batch, width), np.int32)
-    for row, i in enumerate(index):
-        padded[row, : lengths[row]] = prompts[i]
-    limit = lengths + max_new * (np.arange(batch) < len(index)).astype(np.int32)
-    seed = np.zeros(batch, np.uint32)
-    seed[: len(index)] = (index * 1_000_003 + sample) % 2**32  # of a row and not of a batch
-    request = speculate.Request(
-        tokens=jnp.asarray(padded),
-        prompt_length=jnp.asarray(lengths),
-        limit=jnp.asarray(limit),
-        budget=jnp.ones(batch, jnp.int32),
-        sampling=Sampling(jnp.full(batch, temperature, jnp.float32), jnp.asarray(seed)),
-        eos=jnp.broadcast_to(jnp.asarray(target.eos, jnp.int32), (batch, len(target.eos))),
-    )
-    state = decode(request, max_new)
-    tokens, length, reason = (np.asarray(x)[: len(index)] for x in (state.tokens, state.length, state.reason))
-    kind = np.uint16 if target.model.vocab_size <= 2**16 else np.uint32
-    return store.join(
-        [row[:n].astype(kind) for row, n in zip(tokens, length, strict=True)],
-        index.astype(np.int32),
-        np.full(len(index), sample, np.int32),
-        lengths[: len(index)],
-        length.astype(np.int32),
-        reason == STOP,
-    )
+def write_rows(path: Path, target, prompts: Prompts, known: Answers) -> None:
+    """The answers as conversations, one JSON object a line, in the order of the prompts; failed ones are left out."""
+    lines, offset = [], known.offset
+    for i in np.lexsort((known.sample, known.prompt)):
+        if known.failed[i]:
+            continue
+        begin = offset[i]
+        ids = known.tokens[begin + known.prompt_length[i] : begin + known.length[i]]
+        ended = bool(known.ended[i])
+        text = target.tokenizer.decode([int(t) for t in (ids[:-1] if ended else ids)])
+        number, sample = int(known.prompt[i]), int(known.sample[i])
+        row = {
+            "id": prompts.identities[number] + (f"{store.SAMPLE}{sample}" if sample else ""),
+            "messages": [*prompts.messages[number], {"role": "assistant", "content": text}],
+            "finish_reason": "stop" if ended else "length",
+            "prompt_tokens": int(known.prompt_length[i]),
+            "new_tokens": len(ids),
+        }
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    _replace(path, "".join(lines))
+
+
+def main(argv: list[str]) -> int:
+    """The command of the module's docstring; the exit status."""
+    parser = argparse.ArgumentParser(prog="regenerate", description=__doc__.split("\n")[0])
+    parser.add_argument("--prompts", required=True, help="rows: .jsonl, .parquet, a folder, or a dataset on disk")
+    parser.add_argument("--out", required=True, type=Path, help="folder of the answers")
+    parser.add_argument("--target", default="", help="default: the demo target")
+    parser.add_argument("--dtype", choices=load.DTYPES)
+    parser.add_argument("--head", default="", help="a head that makes it faster")
+    parser.add_argument("--budget", type=int, default=32, help="tree nodes with --head")
+    parser.add_argument("--thinking", choices=["default", "on", "off"], default="default")
+    parser.add_argument("--max_prompt_tokens", type=int, default=256)
+    parser.add_argument("--max_new_tokens", type=int, default=256)
+    parser.add_argument("--samples", type=int, default=0, help="sampled answers beside the greedy one")
+    parser.add_argument("--temperature", type=float, default=0.8, help="of those")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--save_batches", type=int, default=1)
+    parser.add_argument("--limit", type=int, default=0, help="rows that are read; 0 is all")
+    options = parser.parse_args(argv)
+    say = lambda line: print(line, file=sys.stderr, flush=True)
+    try:
+        for name in ("max_prompt_tokens", "max_new_tokens", "batch", "save_batches", "budget"):
+            if getattr(options, name) < 1:
+                raise ConfigError(f"--{name}={getattr(options, name)}: give a number >= 1")
+        target = load.load_target(options.target or demo.fetch_target(), options.dtype)
+        head = load.load_head(options.head, target) if options.head else None
+        thinking = {"default": None, "on": True, "off": False}[options.thinking]
+        prompts = ask(target, rows.read(options.prompts), options.max_prompt_tokens, thinking, options.limit)
+        regenerate(
+            target,
+            prompts.ids,
+            options.out,
+            batch=options.batch,
+            max_prompt=options.max_prompt_tokens,
+            max_new=options.max_new_tokens,
+            samples=options.samples,
+            temperature=options.temperature,
+            save_batches=options.save_batches,
+            head=head,
+            budget=options.budget,
+            log=say,
+        )
+        known = store.read(options.out)
+        write_rows(options.out / "answers.jsonl", target, prompts, known)
+    except (ConfigError, OSError) as error:
+        say(f"regenerate: {error}")
+        return 1
+    print(json.dumps(counts(prompts, known)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

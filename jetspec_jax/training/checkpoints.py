@@ -1,0 +1,117 @@
+"""Checkpoints of a run through orbax: written beside the training, whole or not there, and read back bit for bit.
+
+A checkpoint is renamed into place when it is complete, so a run that dies while saving goes on from the one before.
+One that was damaged afterwards is passed over with a word. The best head so far is kept apart from the newest states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from jetspec_jax.config import ConfigError
+from jetspec_jax.training.step import TrainState
+
+KEPT = 2  # newest states
+
+
+class Checkpoints:
+    """The states and the best head of one run; close it to wait for what is being written."""
+
+    def __init__(self, folder: Path):
+        folder = folder.resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        options = ocp.CheckpointManagerOptions
+        self._states = ocp.CheckpointManager(folder / "states", options=options(max_to_keep=KEPT))
+        self._best = ocp.CheckpointManager(folder / "best", options=options(max_to_keep=1))
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._states.close()
+        self._best.close()
+
+    @property
+    def latest(self) -> int | None:
+        """Step of the newest complete state."""
+        return self._states.latest_step()
+
+    def save(self, step: int, state: TrainState, notes: dict[str, Any]) -> None:
+        """Copies the state off the device and writes it in the background; notes: plain values beside it."""
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), notes=ocp.args.JsonSave(notes))
+        self._states.save(step, args=args)
+
+    def save_best(self, step: int, params: dict, acceptance: float) -> None:
+        """Replaces the best head; a run that went back and comes by again finds its own."""
+        if step in self._best.all_steps():
+            return
+        args = ocp.args.Composite(
+            params=ocp.args.StandardSave(params), notes=ocp.args.JsonSave({"step": step, "acceptance": acceptance})
+        )
+        self._best.save(step, args=args, force=True)
+
+    def wait(self) -> None:
+        """Returns when everything is on the disk."""
+        self._states.wait_until_finished()
+        self._best.wait_until_finished()
+
+    def restore(
+        self, like: TrainState, step: int = 0, log: Callable[[str], None] = lambda line: None
+    ) -> tuple[TrainState, dict[str, Any]] | None:
+        """The newest whole state, or that of `step`; None where there is none yet.
+
+        like: a state or its ShapeDtypeStructs with the shardings wanted now; the number of devices may be another than
+        when it was saved.
+
+        Raises:
+          ConfigError: `step` was asked for and is not there, or no checkpoint of the folder can be read.
+        """
+        steps = sorted(self._states.all_steps(), reverse=True)
+        if step:
+            if step not in steps:
+                raise ConfigError(f"--config.resume_step={step}: {self._folder} holds {steps or 'no checkpoint'}")
+            steps = [step]
+        reasons = []
+        for number in steps:
+            try:
+                found = self._states.restore(
+                    number,
+                    args=ocp.args.Composite(
+                        state=ocp.args.StandardRestore(_abstract(like)), notes=ocp.args.JsonRestore()
+                    ),
+                )
+            except Exception as error:  # whatever a damaged file provokes
+                reason = f"checkpoint {number} cannot be read ({str(error).strip().splitlines()[0][:200]})"
+                log(f"train: {reason}; trying the one before")
+                reasons.append(reason)
+                continue
+            for damaged in steps[: len(reasons)]:  # out of the way: its number will be saved again
+                (self._folder / "states" / str(damaged)).rename(self._folder / f"damaged-{damaged}")
+            if reasons:
+                self._states.reload()
+            return found["state"], found["notes"]
+        if reasons:
+            raise ConfigError(f"{self._folder}: {'; '.join(reasons)}; remove it to begin anew")
+        return None
+
+    def restore_best(self, like: dict) -> tuple[dict, dict[str, Any]] | None:
+        """Parameters and notes of the best head; None where none was saved or it cannot be read."""
+        step = self._best.latest_step()
+        if step is None:
+            return None
+        args = ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(like)), notes=ocp.args.JsonRestore())
+        try:
+            found = self._best.restore(step, args=args)
+        except Exception:  # the newest state is the better answer to a damaged file
+            return None
+        return found["params"], found["notes"]
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

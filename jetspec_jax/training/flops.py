@@ -1,0 +1,74 @@
+"""Floating-point operations of a training step, and the rate at which this machine multiplies matrices.
+
+Model FLOP utilisation = operations of the step / (its seconds * devices * measured rate). Counted are the products that
+the method needs, a multiplication and an addition each, whatever is computed twice to save memory:
+
+    target forward (where it is part of the step)
+        2 * tokens * parameters of its layers (of an MoE: those that a token uses)
+        + 4 * tokens * S / 2 * N * H a layer                   scores and values under the causal mask
+    head, forward and twice that for backward
+        2 * rows * parameters of its layers + 2 * tokens * (fc + K and V of its layers)
+        + 4 * rows * (S / 2 + T) * N * H a layer               context before the anchor, and the block
+    lm_head, 2 * slots * V * E each: draft, gradient, and teacher where the loss reads it
+
+tokens = sequences * S, rows = sequences * anchors * T block rows, slots = rows without the anchors'.
+"""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import jax.numpy as jnp
+
+from jetspec_jax.config import HeadConfig, ModelConfig
+from jetspec_jax.numerics import precision
+from jetspec_jax.training.step import Recipe
+
+
+def parts(recipe: Recipe, target: ModelConfig, sequences: int, length: int, online: bool) -> dict[str, float]:
+    """Operations of one step by part: target, head_forward, head_backward, lm_head."""
+    head, tokens = recipe.head, sequences * length
+    rows = sequences * min(recipe.anchors, length) * head.block_size
+    context = len(head.tap_layers) * head.hidden_size * head.hidden_size
+    context += head.num_layers * 2 * head.hidden_size * head.num_kv_heads * head.head_dim
+    seen = 4 * rows * (length / 2 + head.block_size) * head.num_heads * head.head_dim * head.num_layers
+    forward = 2 * rows * _layers(head) + 2 * tokens * context + seen
+    own = 4 * tokens * length / 2 * target.num_heads * target.head_dim * target.num_layers
+    slots = rows // head.block_size * head.depth
+    products = 2 + recipe.mix.teaches
+    return {
+        "target": float(2 * tokens * _layers(target) + own) if online else 0.0,
+        "head_forward": float(forward),
+        "head_backward": 2.0 * forward,
+        "lm_head": float(products * 2 * slots * head.vocab_size * head.hidden_size),
+    }
+
+
+def _layers(c: ModelConfig | HeadConfig) -> int:
+    """Matrix parameters that one row passes through."""
+    attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+    dense, total = 3 * c.hidden_size * c.intermediate_size, 0
+    for i in range(c.num_layers):
+        if c.moe is not None and i in c.moe.sparse_layers:
+            experts = c.moe.experts_per_token * 3 * c.moe.intermediate_size + c.moe.num_experts
+            total += attention + c.hidden_size * experts
+        else:
+            total += attention + dense
+    return total
+
+
+def matrix_rate(dtype: str, size: int | None = None, seconds: float = 0.5) -> float:
+    """Operations a second of a large square product on one device, the best of several."""
+    size = size or (8192 if jax.default_backend() != "cpu" else 1024)
+    x = jnp.ones((size, size), dtype)
+    product = jax.jit(lambda a, b: jnp.matmul(a, b, precision=precision(a.dtype)))
+    product(x, x).block_until_ready()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        begin = time.perf_counter()
+        for _ in range(4):
+            out = product(x, x)
+        out.block_until_ready()
+        best = min(best, (time.perf_counter() - begin) / 4)
+    return 2 * size**3 / best

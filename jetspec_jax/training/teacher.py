@@ -1,0 +1,77 @@
+"""The frozen target over packed sequences: tapped layers for the head's input, final hidden states for the loss."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jetspec_jax import rope
+from jetspec_jax.attention import attend
+from jetspec_jax.models.qwen3 import Qwen3Target
+from jetspec_jax.numerics import rms_norm
+
+
+class Features(NamedTuple):
+    """Of B sequences, or of all M that are kept; jax arrays, or numpy arrays on their way from files."""
+
+    taps: Any  # [B, S, F] tapped layers side by side
+    final: Any  # [B, S, E] after the target's final norm: lm_head makes the teacher's logits of it
+
+
+def run(
+    target: Qwen3Target,
+    params: dict,
+    tokens: Int[Array, "B S"],
+    document: Int[Array, "B S"],
+    position: Int[Array, "B S"],
+    taps: tuple[int, ...],
+    attention: str = "xla",
+) -> Features:
+    """Every document of every sequence as if it stood alone.
+
+    position: within the document. attention: "xla", or "cudnn" for the fused kernel of NVIDIA GPUs (16-bit only).
+    """
+    c = target.config
+    model = nnx.merge(target.graphdef, nnx.State(params))
+    x = model.embed(tokens)
+    angles = rope.angles(position, c.head_dim, c.rope_theta, c.rope_scaling)
+    mask = visible(document)
+    tapped = {}
+    for i, layer in enumerate(model.layers):
+        q, k, v = layer.project(layer.normed(x), angles)
+        x = layer.finish(x, fused(q, k, v, mask, True) if attention == "cudnn" else attend(q, (k, v), mask))
+        if i in taps:
+            tapped[i] = x
+    features = jnp.concatenate([tapped[i] for i in taps], axis=-1)
+    return Features(features, rms_norm(x, model.norm[...], c.norm_eps))
+
+
+def visible(document: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
+    """Causal within each document. Padding is a document too, so that no row is empty."""
+    return (document[:, :, None] == document[:, None]) & jnp.tril(jnp.ones((document.shape[1],) * 2, bool))
+
+
+def fused(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K R H"],
+    v: Float[Array, "B K R H"],
+    mask: Bool[Array, "_ T R"],
+    causal: bool = False,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Float[Array, "B T N H"]:
+    """Attention in one kernel that keeps no score; `causal` says that the mask is, so that half can be left out."""
+    return jax.nn.dot_product_attention(
+        q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask=mask[:, None], is_causal=causal, implementation=implementation
+    )
+
+
+def kernel(choice: str, dtype) -> str:
+    """The attention that "auto" means here: cuDNN's on an NVIDIA GPU in 16 bits."""
+    if choice != "auto":
+        return choice
+    cuda = any("nvidia" in d.device_kind.lower() for d in jax.local_devices())
+    return "cudnn" if cuda and jnp.dtype(dtype).itemsize == 2 else "xla"

@@ -1,0 +1,99 @@
+"""A two-layer random target that trains in milliseconds, a tokenizer of characters, and what a step needs."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jetspec_jax import load
+from jetspec_jax.config import HeadConfig, ModelConfig
+from jetspec_jax.models import qwen3
+from jetspec_jax.tokenizer import Tokenizer
+from jetspec_jax.training import packing, step
+from jetspec_jax.training.batches import Batch
+from jetspec_jax.training.examples import Example
+
+MODEL = ModelConfig("qwen3", 48, 16, 2, 2, 1, 8, 24, 1e-6, 1e4, 512, True, True, eos_token_ids=(1,))
+HEAD = HeadConfig(48, 16, 1, 2, 1, 8, 24, 1e-6, 1e4, 512, 2, 4, 3, (0, 1), True)
+WIDTH = 24
+END, SPEAKERS = "$", {"system": "<", "user": "@", "assistant": ">"}
+ALPHABET = "?$ M\n<@>0123456789abcdefghijklmnopqrstuvwxyz.,U\u2042"  # "M" is the mask, id 3
+
+
+class Letters(Tokenizer):
+    """A tokenizer of single characters with a chat template `@question$>answer$`."""
+
+    has_chat_template = True
+    eos = (1,)
+
+    def __init__(self):
+        super().__init__(None)
+
+    def encode(self, text):
+        return [max(ALPHABET.find(letter), 0) for letter in text]
+
+    def decode(self, ids):
+        return "".join(ALPHABET[i] if i < len(ALPHABET) else "?" for i in ids)
+
+    def render_chat(self, messages, thinking=None, answer_follows=True):
+        text = "".join(SPEAKERS[m["role"]] + m["content"] + END for m in messages)
+        return text + SPEAKERS["assistant"] * answer_follows
+
+    def encode_chat(self, messages, thinking=None):
+        return self.encode(self.render_chat(messages))
+
+
+def random_params(shapes, seed):
+    leaves, structure = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    drawn = [
+        0.3 * jax.random.normal(k, x.shape) if len(x.shape) > 1 else 1 + 0.1 * jax.random.normal(k, x.shape)
+        for k, x in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, drawn)
+
+
+@functools.lru_cache(None)
+def target(model=MODEL) -> load.LoadedTarget:
+    """The target as `load_target` would return it."""
+    functions, shapes = qwen3.build(model, jnp.float32)
+    params = random_params(shapes, 0)
+    return load.LoadedTarget(
+        functions, params, model, "float32", model.eos_token_ids, "tiny.gguf", "f00d", 0.0, lambda: Letters()
+    )
+
+
+def recipe(steps=4, **change) -> step.Recipe:
+    values = {
+        "target": target().model,
+        "head": HEAD,
+        "dtype": "float32",
+        "anchors": 4,
+        "steps": steps,
+        "peak_lr": 1e-2,
+        "gamma": 7.0,
+        "loss_chunk": 16,
+        "seed": 0,
+    }
+    return step.Recipe(**values | change)
+
+
+def example(name: str, tokens, prompt: int) -> Example:
+    tokens = np.asarray(tokens, np.int32)
+    return Example(name, tokens, np.arange(tokens.size) >= prompt)
+
+
+def random_examples(count: int, seed: int = 0, longest: int = WIDTH) -> list[Example]:
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(6, longest + 1, count)
+    return [example(f"r/{i}", draw.integers(4, 48, n), int(draw.integers(1, n - 3))) for i, n in enumerate(lengths)]
+
+
+def batch(packed: packing.Packed, rows, parts: int = 1) -> Batch:
+    """Sequences as one update takes them."""
+    p = packed.select(np.asarray(rows))
+    fold = lambda x: jnp.asarray(x.reshape(parts, -1, *x.shape[1:]))
+    return Batch(*map(fold, (p.tokens, p.document, p.position, p.learnt, np.asarray(rows, np.int32))))
