@@ -27,15 +27,16 @@ class Faulty:
 
     inner: object
 
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
+    @property
+    def vocab_size(self):
+        return self.inner.vocab_size
 
     def forward(self, params, tokens, positions, mask, cache=None, length=None, taps=()):
         tree = cache is not None and tokens.shape[1] > 1
         fault = lambda name, here=True: (params["fault"] == FAULTS.index(name)) & here
         positions = positions + fault("positions", tree)
         taps_of_inner = () if isinstance(self.inner, tiny.HashTarget) else taps
-        out = self.inner.forward(params, tokens, positions, mask, cache, length, taps_of_inner)
+        out = self.inner.forward(self._own(params), tokens, positions, mask, cache, length, taps_of_inner)
         hidden, sixteen = out.hidden, out.hidden.dtype == jnp.bfloat16
         hidden = jnp.where(fault("16 bits", tree and sixteen), hidden[..., ::-1], hidden)
         hidden = jnp.where(fault("rounding", sixteen), hidden * 1.004, hidden)  # what float32 would not do
@@ -43,8 +44,17 @@ class Faulty:
         once = fault("rounding", tree) | fault("prefill", bool(taps) and cache is None)
         return out._replace(hidden=jnp.where(once, nudged, hidden))
 
+    def init_cache(self, params, batch, capacity):
+        return self.inner.init_cache(self._own(params), batch, capacity)
+
+    def embed(self, params, tokens):
+        return self.inner.embed(self._own(params), tokens)
+
     def logits(self, params, hidden):
-        return self.inner.logits(params, hidden).astype(jnp.float32)
+        return self.inner.logits(self._own(params), hidden).astype(jnp.float32)
+
+    def _own(self, params):
+        return {name: value for name, value in params.items() if name != "fault"}
 
 
 def with_fault(loaded, fault: str, dtype, params=None) -> tiny.Loaded:
