@@ -86,6 +86,14 @@ flags.DEFINE_integer(
 )
 flags.DEFINE_boolean("stream", None, "Print text as it comes. Default: yes, unless --json or --trace.")
 flags.DEFINE_enum("dtype", None, ["float32", "bfloat16", "float16"], "Dtype of the weights. Default: the file's.")
+flags.DEFINE_enum(
+    "attention",
+    "auto",
+    ["auto", "xla", "cudnn", "pallas"],
+    "What computes attention; pallas also uses our kernels for the rest of a layer. auto: pallas for 16-bit weights on "
+    "an NVIDIA GPU, else xla. pallas without a GPU runs in an interpreter: right, and slow.",
+)
+flags.DEFINE_string("profile", None, "Decode once more, compiled, and write a profiler trace of it into this folder.")
 flags.DEFINE_boolean("compare", False, "Also decode plainly; report whether the tokens are equal, and both rates.")
 flags.DEFINE_string("trace", None, "Store every round's draft logits, tree and accepted path in this .npz file.")
 flags.DEFINE_boolean("json", False, "Print one JSON object a prompt instead of text.")
@@ -123,6 +131,8 @@ def main(argv: list[str]) -> int:
         rows = _rows(ids, sampling)
         if FLAGS.trace:
             open(FLAGS.trace, "ab").close()  # a path that cannot be written is noticed before the work
+        if FLAGS.profile:
+            os.makedirs(FLAGS.profile, exist_ok=True)
         target, head, tree = _load(tree)
         _say(f"decoding on {_device()}; programs that are new to this machine are compiled first")
         mode = _thinking(target, head)
@@ -180,7 +190,7 @@ def _configs():
         raise UsageError(f"{got}: give one of --prompt, --prompt_ids, --prompt_file")
     if FLAGS.prompt == "":
         raise UsageError("--prompt='': the prompt is empty; give at least one character")
-    for name in ("target", "head", "trace", "prompt_file"):
+    for name in ("target", "head", "trace", "profile", "prompt_file"):
         if FLAGS[name].value == "":
             raise UsageError(f"--{name}='': the value is empty; name it, or leave the flag out")
     for name in REFUSED.get(FLAGS.method, ()):
@@ -310,7 +320,7 @@ def _load(tree):
     demo.keep_programs()
     path = FLAGS.target or demo.fetch_target()
     _say(f"loading {FLAGS.target or 'the demo target'}")
-    target = load.load_target(path, FLAGS.dtype)
+    target = load.load_target(path, FLAGS.dtype, FLAGS.attention)
     if FLAGS.method == "autoregressive":
         return target, None, tree
     head = load.load_head(FLAGS.head or demo.head_folder(), target)
@@ -348,6 +358,8 @@ def _encode(target, row: Row, thinking: bool | None) -> list[int]:
 
 
 def _decode(target, head, tree, row: Row, thinking: bool | None) -> None:
+    import jax
+
     from jetspec_jax import baseline, speculate, trace
 
     ids, chunk = row.prompt, {"prefill_chunk": FLAGS.prefill_chunk}
@@ -360,6 +372,9 @@ def _decode(target, head, tree, row: Row, thinking: bool | None) -> None:
             print(piece.text, end="", flush=True)
             result = piece.result
     result.settings["thinking"] = thinking  # the prompt was rendered here
+    if FLAGS.profile:
+        with jax.profiler.trace(FLAGS.profile):
+            speculate.generate(target, head, [ids], tree, row.sampling, **chunk)
     plain = baseline.generate(target, [ids], row.sampling, **chunk)[0] if FLAGS.compare else None
     report = baseline.compare(target, ids, plain, result, row.sampling) if plain else None
 

@@ -210,6 +210,7 @@ class Flight:
             "prefill_chunk": chunk,
             "thinking": thinking,
             "dtype": str(target.dtype),
+            "attention": target.model.ops.attention,
             "device": jax.devices()[0].device_kind,
         }
         self._sampling = sampling
