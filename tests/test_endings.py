@@ -191,7 +191,7 @@ def test_a_stop_string_in_the_first_token_needs_no_round():
 
 
 def test_budgets_and_options_of_each_row():
-    """A batch in which every row wants something else; each equals plain decoding, which `test_options` knows by hand."""
+    """A batch in which every row wants something else; each equals plain decoding (by hand in `test_options`)."""
     prompts = [PROMPT, [7], [1, 2, 3, 4, 5], [9, 9]]
     options = [
         SamplingConfig(20, budget=2, stop=TEXT[5:7], top_p=0.8, bad_words=["q"], logprobs=True),
