@@ -26,7 +26,7 @@ ALPHABET = "?$ M\n<@>0123456789abcdefghijklmnopqrstuvwxyz.,U\u2042"  # "M" is th
 class Letters(Tokenizer):
     """A tokenizer of single characters with a chat template `@question$>answer$`."""
 
-    has_chat_template = True
+    has_chat_template, knows_thinking = True, False
     eos = (1,)
 
     def __init__(self):

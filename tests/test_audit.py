@@ -31,6 +31,10 @@ class Faulty:
     def vocab_size(self):
         return self.inner.vocab_size
 
+    @property
+    def ops(self):
+        return self.inner.ops
+
     def forward(self, params, tokens, positions, mask, cache=None, length=None, taps=()):
         tree = cache is not None and tokens.shape[1] > 1
         fault = lambda name, here=True: (params["fault"] == FAULTS.index(name)) & here
@@ -148,12 +152,13 @@ def test_real_models(dtype):
 
 def test_an_output_that_ends_early_and_a_run_that_does_not_repeat():
     ended = audit.Divergence(0, 3, 5, None)
-    audit._judge(ended, np.zeros(4), np.zeros(4), 7, SAMPLING, True, "float32")
+    behind = stub("")[0], [1, 2], [3]
+    audit._judge(ended, np.zeros(4), np.zeros(4), behind, SAMPLING, True)
     assert ended.verdict == "defect" and "ended" in ended.reason
     plain, fast = np.array([1.0, 0.99999, 0]), np.array([1.0, 1.00001, 0])
     for repeats, token in ((True, 1), (False, 1), (True, 2)):
         d = audit.Divergence(0, 3, 0, token)
-        audit._judge(d, plain, fast, 7, SAMPLING, repeats, "float32")
+        audit._judge(d, plain, fast, behind, SAMPLING, repeats)
         assert (d.verdict == "tie") == (repeats and token == 1)
         assert d.verdict == "tie" or "repeat" in d.reason
 

@@ -139,7 +139,7 @@ def test_stop_strings_and_streams(capsys, speaking):
 
 
 def test_rows_of_a_file_have_options_of_their_own(capsys, speaking, tmp_path, monkeypatch):
-    monkeypatch.setattr(speculate, "prompt_ids", lambda target, prompt, chat=None: [11, 12, 17])
+    monkeypatch.setattr(speculate, "prompt_ids", lambda target, prompt, chat=None, thinking=None: [11, 12, 17])
     use = {"top_p": 0.9, "logit_bias": {"5": 100.0}, "bad_words": [[40], [41, 42]]}  # two programs for three rows
     given = [
         {"max_new_tokens": 9},

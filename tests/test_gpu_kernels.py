@@ -122,7 +122,10 @@ def test_heads(kv_heads, groups, dim, normed, dtype, interpret):
 
 
 @HOW
-@pytest.mark.parametrize("rows,depth,width", [(2, 3, 1), (17, 5, 9), (64, 15, 63), (256, 15, 64)])
+@pytest.mark.parametrize(
+    "rows,depth,width",
+    [(2, 3, 1), (17, 5, 9), *(pytest.param(n, 15, 63, marks=pytest.mark.slow) for n in (64, 256))],
+)
 def test_grow(rows, depth, width, interpret):
     """Node for node the tree of the XLA rule, also where it runs out of candidates."""
     draw = np.random.default_rng(rows)
@@ -162,7 +165,7 @@ def wide_pair(kind: str, how: Ops):
     return model, draft, {"target": params, "draft": tiny.random_like(head, 4)}
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("kind", ["dense", pytest.param("moe", marks=pytest.mark.slow)])
 def test_lossless_in_f32(kind):
     """The pair with all kernels decodes what plain XLA decodes, speculatively and plainly."""
     asked = tiny.request([[3, 1, 4, 1, 5], [9, 2]], 12, budget=[6, 4])

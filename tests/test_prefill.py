@@ -12,6 +12,7 @@ from jetspec_jax import baseline, decoder, speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.drafts import jetspec
 from jetspec_jax.models import qwen3
+from jetspec_jax.sampling import Sampling
 
 CAPACITY, SLOTS = 64, 26
 PROMPTS = [list(range(1, 27)), [7], [3, 1, 4, 1, 5, 9, 2, 6], list(range(30, 13, -1))]  # 26, 1, 8, 17 tokens
@@ -101,9 +102,7 @@ def memory(slots: int, chunk: int):
     static = decoder.Decoder(model, draft, 8, slots + 6, prefill_chunk=chunk)
     row = lambda dtype, *shape: jax.ShapeDtypeStruct((2, *shape), dtype)
     ints = row(jnp.int32)
-    asked = decoder.Request(
-        row(jnp.int32, slots), ints, ints, ints, row(jnp.float32), row(jnp.uint32), row(jnp.int32, 3)
-    )
+    asked = decoder.Request(row(jnp.int32, slots), ints, ints, ints, Sampling(None, row(jnp.uint32)), row(jnp.int32, 3))
     program, _ = speculate.compiled(decoder.prefill, static, {"target": params, "draft": head}, asked)
     return program.memory_analysis().temp_size_in_bytes
 

@@ -100,8 +100,10 @@ def test_programs_follow_the_buckets():
 
 
 def test_nothing_that_a_request_changes_compiles():
-    """Budget within its bucket, seed, temperature, limit, end tokens and the number of rounds are traced."""
+    """Budget within its bucket, seed, limit, end tokens and the number of rounds are traced; so is the temperature,
+    once some row samples."""
     generate(5, max_new_tokens=10)
+    generate(5, max_new_tokens=10, temperature=0.5)
     events = []
     listen = lambda name, seconds, **_: events.append(name) if "backend_compile" in name else None
     jax.monitoring.register_event_duration_secs_listener(listen)
@@ -122,7 +124,14 @@ def test_nothing_that_a_request_changes_compiles():
 
 def test_values_of_options_compile_nothing():
     """Which options a batch uses is static, their values are not."""
-    first = {"top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1, "logit_bias": {3: 1.0}, "bad_words": [(1, 2)]}
+    first = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "repetition_penalty": 1.1,
+        "logit_bias": {3: 1.0},
+        "bad_words": [(1, 2)],
+    }
     generate(5, max_new_tokens=10, **first)
     before = len(speculate._PROGRAMS)
     others = {"top_p": 0.5, "top_k": 9, "presence_penalty": 0.3, "logit_bias": dict.fromkeys(range(4), -1.0)}

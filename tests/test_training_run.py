@@ -84,7 +84,7 @@ def test_answers_are_the_targets_and_come_exactly_once(answered, tmp_path):
 @pytest.mark.slow
 def test_a_head_changes_no_answer(answered, tmp_path):
     draft, shapes = jetspec.build(HEAD, jnp.float32)
-    head = load.LoadedHead(draft, small.random_params(shapes, 3), HEAD, "h", {}, 0.0)
+    head = load.LoadedHead(draft, small.random_params(shapes, 3), HEAD, "h", {}, 0.0, target().fingerprint)
     assert regenerate.regenerate(target(), answered[1], tmp_path, **ARGS, head=head, budget=4)
     for a, b in zip(answer_store.read(tmp_path), answer_store.read(answered[0]), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -263,7 +263,7 @@ def test_overfit_drafts_close_to_the_block_limit(known, tmp_path, capsys):
     assert last["heldout"]["acceptance"]["8"] > 0.75 * (depth + 1) and min(last["heldout"]["agreement"]) > 0.95
 
     draft, _ = jetspec.build(HEAD, jnp.float32)
-    head = load.LoadedHead(draft, step.fold(outcome.best, scale, "float32"), HEAD, "h", {}, 0.0)
+    head = load.LoadedHead(draft, step.fold(outcome.best, scale, "float32"), HEAD, "h", {}, 0.0, target().fingerprint)
     prompts = [[int(t) for t in e.tokens[~e.learnt]] for e in four]
     limits = [SamplingConfig(int(e.learnt.sum()), eos=()) for e in four]
     found = speculate.generate(target(), head, prompts, TreeConfig(8, width=4), limits)
