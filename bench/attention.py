@@ -1,0 +1,93 @@
+"""Attention of one layer by who computes it, and how far each is from f32: rows over a committed prefix and a tree.
+
+    python bench/attention.py --shape qwen3-8b --rows 1 16 64 128 256 --lengths 1024
+    python bench/attention.py --shape qwen3-8b --rows 1 64 --lengths 1024 8192 32000 --slots 32768
+
+Sixteen layers' worth of caches are visited in turn, so that keys and values come from memory and not from the L2 cache.
+The floor is the time to read the committed keys and values once. Prints a table, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import shapes
+import timing
+
+from jetspec_jax import masks, ops
+
+LAYERS = 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=shapes.PAIRS, default="qwen3-8b")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 128, 256])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
+    parser.add_argument("--slots", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--choices", nargs="+", default=["xla", "cudnn", "pallas"], choices=ops.ATTENTIONS[1:])
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+
+    config, _ = shapes.PAIRS[args.shape]
+    kv_heads, dim, dtype = config.num_kv_heads, config.head_dim, jnp.dtype(args.dtype)
+    device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}"
+    gpu = jax.default_backend() == "gpu"
+    limits = timing.machine(*(() if gpu else (0.1, 512)))
+    print(f"{args.shape}, batch {args.batch}, {args.slots} slots; {device}; us a layer")
+    print(f"{'rows':>6} {'length':>7} {'choice':>7} {'us':>9} {'floor us':>9} {'error':>9}", flush=True)
+    found = []
+    for rows, length in itertools.product(args.rows, args.lengths):
+        key = iter(jax.random.split(jax.random.key(rows + length), 4 + 2 * LAYERS))
+        draw = lambda *shape, key=key: jax.random.normal(next(key), shape, dtype)
+        q = draw(args.batch, rows, config.num_heads, dim)
+        fresh = draw(args.batch, kv_heads, rows, dim), draw(args.batch, kv_heads, rows, dim)
+        kv = lambda draw=draw: draw(args.batch, kv_heads, args.slots, dim)
+        caches = tuple((kv(), kv()) for _ in range(LAYERS))
+        parents = np.maximum(np.arange(rows) // 2 - 1, -1)[None].repeat(args.batch, 0)
+        mask = masks.ancestors(jnp.asarray(parents, jnp.int32), 15)
+        lengths = jnp.full((args.batch,), length, jnp.int32)
+        wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+        exact = ops.XLA.attend(wide(q), wide(fresh), mask, wide(caches[0]), lengths)
+        floor = 2 * args.batch * kv_heads * length * dim * dtype.itemsize / limits["bytes_per_second"]
+        for choice in args.choices:
+            if choice == "cudnn" and (dtype.itemsize != 2 or not gpu):
+                continue
+            how = ops.Ops(choice, choice == "pallas")
+
+            def step(q, fresh, mask, caches, lengths, how=how):
+                for prefix in caches:
+                    q = how.attend(q, fresh, mask, prefix, lengths)
+                return q
+
+            program, held = timing.looped(step, fresh, mask, caches, lengths), [jnp.copy(q)]
+
+            def run(n, program=program, held=held):
+                held[0] = program(n, held[0])
+                return held[0]
+
+            seconds = timing.per_step(run, 4, 20, args.repeats) / LAYERS
+            got = jax.jit(how.attend)(q, fresh, mask, caches[0], lengths)
+            error = float(jnp.abs(got.astype(jnp.float32) - exact).max() / jnp.abs(exact).max())
+            row = {
+                "rows": rows,
+                "length": length,
+                "choice": choice,
+                "us": 1e6 * seconds,
+                "floor_us": 1e6 * floor,
+                "error": error,
+            }
+            print(f"{rows:6} {length:7} {choice:>7} {row['us']:9.2f} {row['floor_us']:9.2f} {error:9.1e}", flush=True)
+            found.append(row)
+    print(json.dumps({"settings": vars(args), "device": device, "rows": found}))
+
+
+if __name__ == "__main__":
+    main()

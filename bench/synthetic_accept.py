@@ -1,0 +1,154 @@
+"""Speed against acceptance: a target and a draft that follow a script, at the cost of the real ones.
+
+    python bench/synthetic_accept.py --shape qwen3-8b --budgets 64 128 --accept 2 4 7 10
+    python bench/synthetic_accept.py --shape qwen3-8b --budgets 64 --accept 7 --temperature 1 --top_p 0.95
+
+Target and head run whole, with random weights; then the script's token gets a bonus that no noise reaches. The draft's
+bonus goes to the right token for as many positions as a round shall accept, and to a wrong one behind. So acceptance is
+known and every operation is paid for, also those whose cost depends on it: with options (--top_p and the like) the rows
+that the accepted path visits are processed. Prints a table, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import shapes
+import timing
+
+from jetspec_jax import decoder, ops, speculate
+from jetspec_jax.sampling import Sampling
+
+BONUS = 1e4
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptedTarget:
+    """Chooses params["script"][p] at position p; implements `models.Target` over the real one."""
+
+    inner: Any
+
+    @property
+    def vocab_size(self) -> int:
+        return self.inner.vocab_size
+
+    @property
+    def ops(self) -> ops.Ops:
+        return self.inner.ops
+
+    def init_cache(self, params, batch, capacity):
+        return self.inner.init_cache(params["inner"], batch, capacity)
+
+    def forward(self, params, tokens, positions, *rest):
+        out = self.inner.forward(params["inner"], tokens, positions, *rest)
+        return out._replace(hidden=(out.hidden, positions))
+
+    def embed(self, params, tokens):
+        return self.inner.embed(params["inner"], tokens)
+
+    def logits(self, params, hidden):
+        if not isinstance(hidden, tuple):  # the draft's
+            return self.inner.logits(params["inner"], hidden)
+        return _favour(self.inner.logits(params["inner"], hidden[0]), params["script"][hidden[1] + 1])
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptedDraft:
+    """Right for params["right"] positions of every round; implements `drafts.Draft` over the real one."""
+
+    inner: Any
+
+    @property
+    def depth(self) -> int:
+        return self.inner.depth
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.inner.taps
+
+    def init(self, params, batch, capacity):
+        return self.inner.init(params["inner"], batch, capacity)
+
+    def prefill(self, params, state, *rest):
+        return self.inner.prefill(params["inner"], state, *rest)
+
+    def propose(self, params, state, tokens, length, embed, logits):
+        drafted, state = self.inner.propose(params["inner"], state, tokens, length, embed, logits)
+        at = jnp.arange(self.depth)
+        token = params["script"][length[:, None] + at]
+        wrong = (token + 1) % drafted.shape[-1]
+        return _favour(drafted, jnp.where(at < params["right"], token, wrong)), state
+
+    def keep(self, state, features, count):
+        return self.inner.keep(state, features, count)
+
+
+def _favour(logits, token):
+    put = jax.vmap(jax.vmap(lambda row, t: row.at[t].add(BONUS)))
+    return put(logits, token)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=shapes.PAIRS, default="qwen3-8b")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--accept", type=int, nargs="+", default=[1, 4, 7, 10], help="tokens a round, bonus included")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--slots", type=int, default=4096)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top_p", type=float, default=1.0)
+    parser.add_argument("--top_k", type=int, default=0)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--attention", default="auto", choices=ops.ATTENTIONS)
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+
+    pair = shapes.random_pair(args.shape, args.dtype, args.attention)
+    device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}"
+    options = f"temperature {args.temperature:g}, top_p {args.top_p:g}, top_k {args.top_k}"
+    print(f"{args.shape}, random weights, batch {args.batch}, from {args.length} tokens on, {options}; {device}")
+    print(f"{'budget':>7} {'tokens/round':>13} {'ms/round':>9} {'tokens/s a row':>15}", flush=True)
+    rows = [measure(args, pair, budget, accept) for budget in args.budgets for accept in args.accept]
+    print(json.dumps({"settings": vars(args), "device": device, "rows": rows}))
+
+
+def measure(args: argparse.Namespace, pair: shapes.Pair, budget: int, accept: int) -> dict:
+    """One setting; the acceptance is read from the records and not assumed."""
+    target, draft = ScriptedTarget(pair.target), ScriptedDraft(pair.draft)
+    static = decoder.Decoder(target, draft, budget, args.slots, ops=pair.target.ops)
+    plain = dataclasses.replace(static, target=pair.target, draft=pair.draft)
+    script = jax.random.randint(jax.random.key(5), (args.slots + draft.depth + 1,), 0, target.vocab_size)
+    params = {
+        "target": {"inner": pair.params["target"], "script": script},
+        "draft": {"inner": pair.params["draft"], "script": script, "right": jnp.int32(accept - 1)},
+    }
+    state = shapes.state_at(plain, pair.params, args.length, args.batch, budget)
+    row = lambda value, dtype: jnp.full((args.batch,), value, dtype)
+    sampling = Sampling(
+        row(args.temperature, jnp.float32) if args.temperature else None, row(0, jnp.uint32),
+        row(args.top_k, jnp.int32) if args.top_k else None, row(args.top_p, jnp.float32) if args.top_p < 1 else None,
+    )  # fmt: skip
+    held = [state._replace(sampling=sampling)]
+    program, _ = speculate.compiled(decoder.rounds, static, params, held[0], jnp.int32(1))
+
+    def run(n: int):
+        held[0] = program(params, shapes.at_length(held[0], args.length), jnp.int32(n))
+        return held[0].length
+
+    steps = min(args.steps, (args.slots - args.length - draft.depth - 1) // accept)
+    seconds = timing.per_step(run, steps // 4, steps, args.repeats)
+    found = float(jax.device_get(held[0].accept_lengths[:, :steps]).mean())
+    rate = found / seconds
+    print(f"{budget:7} {found:13.2f} {1e3 * seconds:9.3f} {rate:15.1f}", flush=True)
+    return {"budget": budget, "tokens_per_round": found, "ms_per_round": 1e3 * seconds, "tokens_per_second": rate}
+
+
+if __name__ == "__main__":
+    main()
