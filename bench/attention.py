@@ -60,7 +60,7 @@ def main() -> None:
         for choice in args.choices:
             if choice == "cudnn" and (dtype.itemsize != 2 or not gpu):
                 continue
-            how = ops.Ops(choice, choice == "pallas")
+            how = ops.Ops(choice)
 
             def step(q, fresh, mask, caches, lengths, how=how):
                 for prefix in caches:

@@ -58,10 +58,10 @@ def main() -> None:
 def measure(args: argparse.Namespace, pair: shapes.Pair, budget: int, limits: dict) -> dict:
     """Plain step (budget 1) or round."""
     if budget == 1:
-        static, params = decoder.Decoder(pair.target, None, 1, args.slots, ops=pair.target.ops), pair.plain
+        static, params = decoder.Decoder(pair.target, None, 1, args.slots), pair.plain
     else:
         draft = dataclasses.replace(pair.draft, depth=min(pair.draft.depth, budget - 1))
-        static, params = decoder.Decoder(pair.target, draft, budget, args.slots, ops=pair.target.ops), pair.params
+        static, params = decoder.Decoder(pair.target, draft, budget, args.slots), pair.params
     held = [shapes.state_at(static, params, args.length, args.batch, budget)]
     program, seconds = speculate.compiled(decoder.rounds, static, params, held[0], jnp.int32(1))
 
@@ -121,7 +121,7 @@ def parts(args, pair, static, state, budget: int) -> dict[str, float]:
             logits,
             anchor,
             jnp.full((batch,), budget, jnp.int32),
-            static.ops.kernels,
+            static.ops.grow,
         )
         anchor = built.tokens.sum(1) % 7
         return logits + anchor[:, None, None] * 1e-6, anchor

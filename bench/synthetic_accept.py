@@ -122,7 +122,7 @@ def main() -> None:
 def measure(args: argparse.Namespace, pair: shapes.Pair, budget: int, accept: int) -> dict:
     """One setting; the acceptance is read from the records and not assumed."""
     target, draft = ScriptedTarget(pair.target), ScriptedDraft(pair.draft)
-    static = decoder.Decoder(target, draft, budget, args.slots, ops=pair.target.ops)
+    static = decoder.Decoder(target, draft, budget, args.slots)
     plain = dataclasses.replace(static, target=pair.target, draft=pair.draft)
     script = jax.random.randint(jax.random.key(5), (args.slots + draft.depth + 1,), 0, target.vocab_size)
     params = {

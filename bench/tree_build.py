@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import timing
 
-from jetspec_jax import masks, tree
+from jetspec_jax import masks, ops, tree
 
 
 def main() -> None:
@@ -43,7 +43,8 @@ def main() -> None:
 
             def build(x, builder=builder, width=width, budget=budget, kernels=kernels):
                 zero = jnp.zeros((args.batch,), jnp.int32)
-                built = tree.build(builder, width, budget, x, zero, zero + budget, kernels)
+                how = ops.Ops("pallas" if kernels else "xla")
+                built = tree.build(builder, width, budget, x, zero, zero + budget, how.grow)
                 return built.tokens + masks.ancestors(built.parents, args.depth).sum(-1)
 
             row[f"{builder}{' kernel' if kernels else ''}"] = timed(args, logits, build)

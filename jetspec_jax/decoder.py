@@ -23,7 +23,7 @@ from jetspec_jax import masks, processors, sampling
 from jetspec_jax import tree as trees
 from jetspec_jax.drafts import Draft
 from jetspec_jax.models import Target
-from jetspec_jax.ops import XLA, Ops
+from jetspec_jax.ops import Ops
 from jetspec_jax.options import SHARPNESS
 from jetspec_jax.sampling import Sampling
 from jetspec_jax.tree import Tree
@@ -41,8 +41,7 @@ class Decoder:
     rows: tree nodes T verified a round; a row's budget may be smaller. Without a draft it is 1.
     capacity: cache slots S of a row.
     sharpness: of the draft's scores under the noise of sampled rows; 0 leaves the noise out.
-    logprobs: whether the log-probability of every committed token is recorded. ops: how the loop's own parts are
-    computed.
+    logprobs: whether the log-probability of every committed token is recorded.
     prefill_chunk: prompt rows that prefill reads at a time; its memory grows with this and not with the prompt.
     """
 
@@ -55,13 +54,17 @@ class Decoder:
     sharpness: float = SHARPNESS
     logprobs: bool = False
     prefill_chunk: int = DEFAULT_CHUNK
-    ops: Ops = XLA
 
     def __post_init__(self):
         if self.prefill_chunk < 1:
             raise ValueError(f"prefill_chunk={self.prefill_chunk}: at least one row is read at a time")
         if self.draft is None and self.rows != 1:
             raise ValueError(f"rows={self.rows}: without a draft there is one row")
+
+    @property
+    def ops(self) -> Ops:
+        """How the loop's own parts are computed: as the target is."""
+        return self.target.ops
 
     @property
     def depth(self) -> int:
@@ -253,9 +256,7 @@ def traced_step(decoder: Decoder, params: dict, state: State) -> tuple[State, Ro
         ranked = processors.weigh(draft_logits, state.sampling, counts)
         if decoder.sharpness:
             ranked, noise = sampling.foresee(ranked, state.length, state.sampling, decoder.sharpness)
-        tree = trees.build(
-            decoder.builder, decoder.width, decoder.rows, ranked, anchor, state.budget, decoder.ops.kernels
-        )
+        tree = trees.build(decoder.builder, decoder.width, decoder.rows, ranked, anchor, state.budget, decoder.ops.grow)
     else:
         tree = trees.root(anchor)
 

@@ -37,5 +37,6 @@ def feed_forward(
     ).astype(a.dtype)
     gate, up = jnp.split(ragged(flat[source], gate_up.reshape(*gate_up.shape[:2], -1)), 2, axis=-1)
     out = ragged(jax.nn.silu(gate) * up, down)
-    scale = weight.reshape(-1)[order].astype(x.dtype)
-    return jnp.zeros_like(flat).at[source].add(out * scale[:, None]).reshape(batch, rows, hidden)
+    # Back in the order of the rows, so that each adds its experts in one fixed order: a scatter would add them in any.
+    out = out[jnp.argsort(order)].reshape(-1, experts_per_token, hidden).astype(jnp.float32)
+    return (out * weight[..., None]).sum(1).astype(x.dtype).reshape(batch, rows, hidden)

@@ -13,28 +13,32 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jetspec_jax import attention, rope
+from jetspec_jax import attention, rope, tree
 from jetspec_jax.cache import KV, Cache, take, write
 from jetspec_jax.config import ConfigError
-from jetspec_jax.kernels import gpu_attention, gpu_layer, gpu_loop
+from jetspec_jax.kernels import gpu_attention, gpu_layer, gpu_loop, tpu_attention
 from jetspec_jax.numerics import einsum, rms_norm
 
 ATTENTIONS = ("auto", "xla", "cudnn", "pallas")
 NARROW, FEW = 32, 64  # rows up to which our swiglu, and our other products, beat XLA's choice
-LONG = 512  # rows from which attention is a prefill and XLA's
+LONG = 512  # rows of a call up to which attention is ours: rounds, and prompts read in chunks of the default size
 
 Norms = tuple[jax.Array, jax.Array] | None  # weights of the q and k norms, [H] each
 
 
 @dataclasses.dataclass(frozen=True)
 class Ops:
-    """attention: xla, cudnn or pallas. kernels: whether everything else may use Pallas kernels (bf16 on NVIDIA GPUs).
+    """attention: xla, cudnn or pallas; pallas brings the kernels for everything else along, where there are any.
 
     A product is an array [B, T, O], or partial sums [S, B, T, O] in f32 that the next operation adds up.
     """
 
     attention: str = "xla"
-    kernels: bool = False
+
+    @property
+    def kernels(self) -> bool:
+        """Whether the rest of a layer and the loop may use our kernels: TPUs have one for attention alone."""
+        return self.attention == "pallas" and jax.default_backend() != "tpu"
 
     def matmul(self, x: Float[Array, "B T A"], w: Float[Array, "A O"]) -> jax.Array:
         """x @ w as a product."""
@@ -94,17 +98,30 @@ class Ops:
     ) -> Float[Array, "B T N H"]:
         """As `attention.attend`."""
         batch, nodes, _, dim = q.shape
-        if self.attention == "pallas" and nodes <= LONG and gpu_attention.supported(dim):
+        tpu = jax.default_backend() == "tpu"
+        slots = prefix[0].shape[2] if prefix is not None else tpu_attention.LANES
+        fits = tpu_attention.supported(dim, slots) if tpu else gpu_attention.supported(dim)
+        if self.attention == "pallas" and nodes <= LONG and fits:
             kv_heads = fresh[0].shape[1]
             q = q.reshape(batch, nodes, kv_heads, -1, dim).swapaxes(1, 2).reshape(batch, kv_heads, -1, dim)
+            if tpu:
+                return tpu_attention.attend(q, fresh, mask, prefix, length)
             return gpu_attention.attend(q, fresh, mask, prefix, length, _interpreted())
         return attention.attend(q, fresh, mask, prefix, length, "cudnn" if self.attention == "cudnn" else "xla")
 
     def commit(self, cache: Cache, fresh: Cache, path: Int[Array, "B R"], start: Int[Array, " B"]) -> Cache:
         """Writes the fresh rows of `path` to slots start..start+R-1 of every layer."""
-        if self.kernels:
+        if self.kernels and all(gpu_attention.supported(k.shape[-1]) for k, _ in cache):
             return gpu_loop.commit(cache, fresh, path, start, _interpreted())
         return write(cache, take(fresh, path), start)
+
+    def grow(
+        self, builder: str, logp: Float[Array, "B D W"], token: Int[Array, "B D W"], rows: int
+    ) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"], Int[Array, " B"]]:
+        """As `tree.grow`."""
+        if self.kernels and builder == "best_first":
+            return gpu_loop.grow(logp, token, rows, _interpreted())
+        return tree.grow(builder, logp, token, rows)
 
 
 XLA = Ops()
@@ -116,7 +133,9 @@ def total(product: jax.Array, dtype) -> Float[Array, "B T O"]:
 
 
 def resolve(choice: str, dtype: str, head_dim: int) -> Ops:
-    """What a user's `--attention` means on this device: auto takes the kernels for 16-bit weights on NVIDIA GPUs.
+    """What a user's `--attention` means on this device: auto takes the kernels for 16-bit weights on Hopper GPUs.
+
+    On a TPU pallas is attention alone, and only when asked for: no TPU has run it yet.
 
     Raises:
       ConfigError: the choice is unknown, or this device or model cannot run it.
@@ -126,12 +145,20 @@ def resolve(choice: str, dtype: str, head_dim: int) -> Ops:
     gpu, half = jax.default_backend() == "gpu", dtype != "float32"
     fits = gpu_attention.supported(head_dim)
     if choice == "auto":
-        return Ops("pallas", True) if gpu and half and fits else Ops()
+        return Ops("pallas") if half and fits and _hopper() else XLA
     if choice == "pallas" and not fits:
         raise ConfigError(f"attention=pallas: head_dim={head_dim} is no power of two of at least 16; use xla")
     if choice == "cudnn" and not (gpu and half):
         raise ConfigError(f"attention=cudnn: it needs an NVIDIA GPU and 16-bit weights (dtype={dtype}); use xla")
-    return Ops(choice, choice == "pallas")
+    return Ops(choice)
+
+
+def _hopper() -> bool:
+    """Whether the devices are NVIDIA GPUs like the one that the sizes of tiles were measured on, or newer."""
+    if jax.default_backend() != "gpu":
+        return False
+    device = jax.devices()[0]
+    return "nvidia" in device.device_kind.lower() and float(getattr(device, "compute_capability", 0)) >= 9
 
 
 def _interpreted() -> bool:

@@ -59,8 +59,8 @@ __all__ = [
     "traced_step",
 ]  # fmt: skip
 
-# By measurement on the CPU (docs/measurements.md). On a GPU 16 won with the 135M demo target, which launches bound; 64
-# suits targets that memory bounds, and has not been measured with one yet.
+# By measurement on the CPU (docs/measurements.md). On a GPU 16 won with the 135M demo target, which launches bound; with
+# one that memory bounds a round of 64 takes 1.4 plain steps (docs/performance.md), its acceptance is not measured yet.
 DEFAULT_BUDGET = {"cpu": 8, "gpu": 64, "tpu": 64}
 STREAM_ROUNDS = 4  # rounds between two looks of a stream
 STOP_ROUNDS = 8  # rounds between two looks for stop strings
@@ -195,9 +195,8 @@ class Flight:
         sharpness = float(tree.sharpness) if draft else 0.0
         logprobs = any(o.logprobs for o in sampling)
         self.decoder = Decoder(
-            target.model, draft, rows, capacity, tree.builder, tree.candidates, sharpness, logprobs, chunk,
-            target.model.ops,
-        )  # fmt: skip
+            target.model, draft, rows, capacity, tree.builder, tree.candidates, sharpness, logprobs, chunk
+        )
         self._params = {"target": target.params, "draft": head.params if draft else None}
         self._settings = {
             "rows": rows,

@@ -11,13 +11,12 @@ Either way the order of nodes does not depend on the budget: a row's tree is its
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-
-from jetspec_jax.kernels import gpu_loop
 
 PIECES = (128, 16)  # of the vocabulary, then of the pieces that are left
 
@@ -48,18 +47,17 @@ def build(
     logits: Float[Array, "B D V"],
     anchor: Int[Array, " B"],
     budget: Int[Array, " B"],
-    kernels: bool = False,
+    grower: Callable | None = None,
 ) -> Tree:
-    """A tree of at most `rows` nodes, cut to each row's `budget`; both count the root. kernels: Pallas may build it."""
+    """A tree of at most `rows` nodes, cut to each row's `budget`; both count the root.
+
+    grower: what builds it in place of `grow`.
+    """
     if rows == 1:
         return root(anchor)
     width = min(width, rows - 1, logits.shape[-1])  # a node can use no more children than the tree has rows
     score, token = candidates(logits, width)
-    if kernels and builder == "best_first":
-        tokens, parents, depths, built = gpu_loop.grow(score, token, rows, jax.default_backend() != "gpu")
-    else:
-        grow = {"best_first": _best_first, "accum_logp": _accum_logp}[builder]
-        tokens, parents, depths, built = jax.vmap(lambda s, t: grow(s, t, rows))(score, token)
+    tokens, parents, depths, built = (grower or grow)(builder, score, token, rows)
     size = jnp.clip(budget, 1, built)
     inside = jnp.arange(rows) < size[:, None]
     tokens = tokens.at[:, 0].set(anchor)
@@ -75,6 +73,14 @@ def candidates(logits: Float[Array, "B D V"], width: int) -> tuple[Float[Array, 
     top, token = top_k(logits, width)
     score = top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     return jnp.where(jnp.isnan(score), -jnp.inf, score), token
+
+
+def grow(
+    builder: str, logp: Float[Array, "B D W"], token: Int[Array, "B D W"], rows: int
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"], Int[Array, " B"]]:
+    """Tokens (the root's has no meaning), parents, depths and number of the first `rows` nodes, out of candidates."""
+    rule = {"best_first": _best_first, "accum_logp": _accum_logp}[builder]
+    return jax.vmap(lambda s, t: rule(s, t, rows))(logp, token)
 
 
 def top_k(x: Float[Array, "*rows V"], k: int) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:

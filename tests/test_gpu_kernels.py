@@ -19,7 +19,7 @@ from jetspec_jax.ops import XLA, Ops
 
 HOW = pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-PALLAS = Ops("pallas", True)
+PALLAS = Ops("pallas")
 
 
 def near(actual, wanted, dtype):
@@ -131,9 +131,19 @@ def test_grow(rows, depth, width, interpret):
     draw = np.random.default_rng(rows)
     logp = -np.sort(np.abs(draw.standard_normal((2, depth, width))) * 2, -1)
     logp[1, :, width // 2 :] = -np.inf
-    logp, token = jnp.asarray(logp, jnp.float32), jnp.asarray(draw.integers(0, 99, logp.shape), jnp.int32)
+    check_grow(logp, draw.integers(0, 99, logp.shape), rows, interpret)
+
+
+@HOW
+def test_grow_with_equal_scores(interpret):
+    logp = np.array([[-0.5, -1, -3], [-0.25, -2, -4], [-0.5, -2, -4]])
+    check_grow(np.stack([logp, np.round(logp)]), np.tile(np.arange(9).reshape(3, 3), (2, 1, 1)), 5, interpret)
+
+
+def check_grow(logp, token, rows, interpret):
+    logp, token = jnp.asarray(logp, jnp.float32), jnp.asarray(token, jnp.int32)
     got = gpu_loop.grow(logp, token, rows, interpret)
-    wanted = jax.vmap(lambda s, t: tree._best_first(s, t, rows))(logp, token)
+    wanted = tree.grow("best_first", logp, token, rows)
     size = np.asarray(wanted[3])
     assert (np.asarray(got[3]) == size).all()
     for g, w in zip(got[:3], wanted[:3], strict=True):
@@ -173,10 +183,26 @@ def test_lossless_in_f32(kind):
     for how, rows in ((XLA, 1), (PALLAS, 1), (PALLAS, 8)):
         model, draft, params = wide_pair(kind, how)
         draft = draft if rows > 1 else None
-        static = decoder.Decoder(model, draft, rows, 48, ops=how)
+        static = decoder.Decoder(model, draft, rows, 48)
         got = tiny.outputs(tiny.decode(static, params if draft else params | {"draft": None}, asked))
         wanted = wanted or got
         assert got == wanted, (how, rows)
+
+
+def test_a_tpu_gets_its_own_attention_and_no_other_kernel(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(ops.tpu_attention, "attend", lambda q, *rest: jnp.zeros((1, 3, 4, 64)))
+    how = ops.resolve("pallas", "bfloat16", 128)
+    assert how == PALLAS and not how.kernels and ops.resolve("auto", "bfloat16", 128) == XLA
+    x = normal(0, jnp.float32)
+    q, fresh, mask = x(1, 3, 4, 64), (x(1, 2, 3, 64), x(1, 2, 3, 64)), masks.causal(3)
+    assert not Ops("pallas").attend(q, fresh, mask).any()
+    odd = x(1, 2, 100, 64), x(1, 2, 100, 64)  # 100 slots are no whole tiles
+    near(
+        Ops("pallas").attend(q, fresh, mask, odd, jnp.array([7])),
+        XLA.attend(q, fresh, mask, odd, jnp.array([7])),
+        q.dtype,
+    )
 
 
 def test_resolve():

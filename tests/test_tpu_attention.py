@@ -55,7 +55,7 @@ def inputs(batch, kv_heads, groups, dim, nodes, slots, dtype=F32):
 def oracle(q, fresh, mask, prefix=None, length=None):
     """`attention.attend` of the same arguments."""
     batch, kv_heads, _, dim = q.shape
-    nodes = mask.shape[-1]
+    nodes = mask.shape[1]
     q = q.reshape(batch, kv_heads, nodes, -1, dim).swapaxes(1, 2).reshape(batch, nodes, -1, dim)
     return attention.attend(q, fresh, mask, prefix, length)
 
@@ -85,6 +85,13 @@ def test_one_mask_for_all_rows():
 
 def test_no_prefix():
     args = inputs(2, 2, 3, 64, 5, 128)[:3]
+    close(interpreted(*args), oracle(*args))
+
+
+def test_more_keys_than_queries():
+    """A draft head's block, which has the context's rows beside it."""
+    q, fresh, mask, prefix = inputs(1, 2, 2, 64, 20, 256)
+    args = q[:, :, 8:], fresh, mask[:, 4:], prefix, jnp.array([200])
     close(interpreted(*args), oracle(*args))
 
 

@@ -34,7 +34,8 @@ def grow(
         def pop(n, carry):
             open_score, score, depths, rank, tokens, parents, size = carry
             best = open_score.max()
-            at = jnp.where(open_score == best, slot, wide).min()
+            # Of equals the node of smaller depth wins, then the child of the first parent.
+            at = jnp.where(open_score == best, depths * wide + slot, depth * wide).min() % wide
             hit = slot == at
             d, r, base = pick(depths, hit), pick(rank, hit), pick(score, hit)
             alive = best > none

@@ -47,19 +47,19 @@ def supported(head_dim: int, slots: int) -> bool:
 
 
 def attend(
-    q: Float[Array, "B K R H"],
+    q: Float[Array, "B K M H"],
     fresh: KV,
-    mask: Bool[Array, "_ T T"],
+    mask: Bool[Array, "_ T R"],
     prefix: KV | None = None,
     length: Int[Array, " B"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B T N H"]:
-    """Queries of R = T * G rows a kv head (G heads of a node side by side) over prefix and fresh keys; [B, T, N, H].
+    """Queries of M = T * G rows a kv head (the G heads of a node side by side) over all keys; [B, T, N, H].
 
     Other arguments as of `attention.attend`; `supported` says which prefix a TPU can take.
     """
     batch, kv_heads, rows, dim = q.shape
-    nodes = mask.shape[-1]
+    nodes, count = mask.shape[1:]
     groups = rows // nodes
     if prefix is None:  # one chunk, of which nothing is read
         empty = jnp.zeros((batch, kv_heads, LANES, dim), q.dtype)
@@ -67,7 +67,7 @@ def attend(
     chunk = math.gcd(prefix[0].shape[2], CHUNK)  # divides the buffer: no copy reaches past its end
     # Blocks are whole tiles (of int8 32 rows) and may reach past the arrays. The kernel masks what it finds there,
     # which is cheaper than padded arrays.
-    block, keys = min(ROWS, _round_up(rows, 32)), _round_up(nodes, LANES)
+    block, keys = min(ROWS, _round_up(rows, 32)), _round_up(count, LANES)
     shared = mask.shape[0] == 1
     visible = jnp.repeat(mask, groups, axis=1).astype(jnp.int8)
     of_rows = pl.BlockSpec((None, None, block, dim), lambda b, k, i, _: (b, k, i, 0))
@@ -78,7 +78,7 @@ def attend(
     column = pltpu.VMEM((block, LANES), jnp.float32)
     value = pltpu.VMEM((block, dim), jnp.float32)
     out = pl.pallas_call(
-        functools.partial(_kernel, nodes=nodes),
+        functools.partial(_kernel, count=count),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, kv_heads, pl.cdiv(rows, block)),
@@ -97,7 +97,7 @@ def attend(
 
 def _kernel(
     length_ref, q_ref, fk_ref, fv_ref, mask_ref, pk_ref, pv_ref, out_ref,
-    k_ring, v_ring, arrived, peak, total, value, *, nodes,
+    k_ring, v_ring, arrived, peak, total, value, *, count,
 ):  # fmt: skip
     row, head = pl.program_id(0), pl.program_id(1)
     chunk, dim = k_ring.shape[1:]
@@ -156,7 +156,7 @@ def _kernel(
     total[...] = jnp.zeros_like(total)
     value[...] = jnp.zeros_like(value)
     finite = jnp.abs(fv_ref[...].astype(jnp.float32)) < jnp.inf  # as in `attention.attend`
-    seen = (mask_ref[...].astype(jnp.int32) != 0) & (_iota(fk_ref.shape[0], 1) < nodes)
+    seen = (mask_ref[...].astype(jnp.int32) != 0) & (_iota(fk_ref.shape[0], 1) < count)
     update(fk_ref[...], only(finite, fv_ref[...]), seen)
     jax.lax.fori_loop(0, steps, prefix, None)
     out_ref[...] = (value[...] / total[:, :1]).astype(out_ref.dtype)

@@ -37,15 +37,11 @@ class Checkpoints:
         self._states.close()
         self._best.close()
 
-    @property
-    def latest(self) -> int | None:
-        """Step of the newest complete state."""
-        return self._states.latest_step()
-
     def save(self, step: int, state: TrainState, notes: dict[str, Any]) -> None:
         """Copies the state off the device and writes it in the background; notes: plain values beside it."""
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), notes=ocp.args.JsonSave(notes))
-        self._states.save(step, args=args)
+        if not self._states.save(step, args=args):
+            raise RuntimeError(f"{self._folder}: state {step} was not saved, a later one is there")
 
     def save_best(self, step: int, params: dict, acceptance: float) -> None:
         """Replaces the best head; a run that went back and comes by again finds its own."""
@@ -93,7 +89,11 @@ class Checkpoints:
                 continue
             for damaged in steps[: len(reasons)]:  # out of the way: its number will be saved again
                 (self._folder / "states" / str(damaged)).rename(self._folder / f"damaged-{damaged}")
-            if reasons:
+            # A run that goes back would find the numbers of its steps taken.
+            later = [other for other in self._states.all_steps() if step and other > number]
+            for other in later:
+                (self._folder / "states" / str(other)).rename(self._folder / f"later-{other}")
+            if reasons or later:
                 self._states.reload()
             return found["state"], found["notes"]
         if reasons:

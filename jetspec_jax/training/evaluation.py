@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jetspec_jax import masks
 from jetspec_jax import tree as trees
+from jetspec_jax.numerics import einsum
 from jetspec_jax.training import anchors as anchor_rules
 from jetspec_jax.training import step, teacher
 from jetspec_jax.training.anchors import Anchors
@@ -63,8 +64,9 @@ def _drafts(recipe: Recipe, nodes: int, width: int, target_params, scale, params
     depth, slots = recipe.head.depth, part.tokens.shape[1]
     size = min(GROUP, slots)
     features = teacher.run(
-        recipe.target, target_params, part.tokens, part.document, part.position, recipe.head.tap_layers
-    )
+        recipe.target, target_params, part.tokens, part.document, part.position, recipe.head.tap_layers,
+        recipe.attention,
+    )  # fmt: skip
     folded = step.fold(params, scale, recipe.dtype)
     candidate = anchor_rules.candidates(part.learnt, part.document)
     table = step.unembedding(target_params)
@@ -106,7 +108,7 @@ def _choices(recipe: Recipe, target_params, final: Float[Array, "B S E"]) -> Int
 
 def _look_up(nodes: int, width: int, table, hidden: Float[Array, "A D E"], anchor, wanted, known):
     """Places [A, D] of the accepted nodes in the trees of A anchors, and the ranks of the target's choices."""
-    logits = jnp.einsum("ade,ve->adv", hidden, table, preferred_element_type=jnp.float32)
+    logits = einsum("ade,ve->adv", hidden, table, jnp.float32)
     budget = jnp.full(anchor.shape, nodes, jnp.int32)
     tree = trees.build("best_first", width, nodes, logits, anchor, budget)
     depth = wanted.shape[1]

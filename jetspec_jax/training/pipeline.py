@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax import demo, load, sharding
+from jetspec_jax import demo, load, pairing, sharding
 from jetspec_jax.config import ConfigError, HeadConfig, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance, prompts
 from jetspec_jax.training import answers as answer_store
@@ -72,6 +72,9 @@ def run(config: Settings, workdir: Path, log: Log) -> bool:
         return True
     mesh = _mesh(config)
     target = _target(config, mesh)
+    # Said once, so that answers, rows and the exported head agree with how decoding will render prompts.
+    mode = pairing.thinking(target, None, config.thinking_switch)
+    config = dataclasses.replace(config, thinking={None: "default", True: "on", False: "off"}[mode])
     head = config.head_config(target.config, target.eos)
     source = _source(config, workdir, log)
 
@@ -188,7 +191,7 @@ def _target(config: Settings, mesh) -> load.LoadedTarget:
         return load.load_target(source, config.dtype or None)
     dtype = config.dtype or (None if jax.default_backend() == "cpu" else "bfloat16")
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        target = load.load_target(source, dtype)
+        target = load.load_target(source, dtype, "xla")  # our kernels say nothing about meshes
     return dataclasses.replace(target, params=jax.device_put(target.params, sharding.frozen(target.params, mesh)))
 
 
@@ -314,7 +317,8 @@ def _fitting(packed: Packed, target, head: HeadConfig, mesh, log: Log) -> Packed
 def _decode(config: Settings, workdir: Path, target, log: Log) -> None:
     """Decodes prompts for real with the exported head; the figures lie beside it."""
     head = load.load_head(workdir / "head", target)
-    ids = acceptance.read(target, config.decode_prompts, config.decode_limit, config.max_prompt_tokens)
+    mode = pairing.thinking(target, head, None)
+    ids = acceptance.read(target, config.decode_prompts, config.decode_limit, config.max_prompt_tokens, mode)
     if not ids:
         raise ConfigError(f"--config.decode_prompts={config.decode_prompts}: no prompt of the file is short enough")
     tree = TreeConfig(config.decode_budget)

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax import demo, load, speculate
+from jetspec_jax import demo, load, pairing, speculate
 from jetspec_jax.config import ConfigError
 from jetspec_jax.decoder import NONFINITE, STOP
 from jetspec_jax.sampling import Sampling
@@ -91,7 +91,7 @@ class Answerer:
         self.target, self.batch, self.budget = target, batch, budget if head else 1
         draft = head.draft if head else None
         capacity += draft.depth + 1 if draft else 1
-        decoder = speculate.Decoder(target.model, draft, self.budget, capacity, ops=target.model.ops)
+        decoder = speculate.Decoder(target.model, draft, self.budget, capacity)
         self._params = {"target": target.params, "draft": head.params if head else None}
         # Prefill and rounds as two programs; one capacity, so that all batches share the second.
         self._prefill = jax.jit(functools.partial(speculate.prefill, decoder))
@@ -305,7 +305,7 @@ def main(argv: list[str]) -> int:
                 raise ConfigError(f"--{name}={getattr(options, name)}: give a number >= 1")
         target = load.load_target(options.target or demo.fetch_target(), options.dtype)
         head = load.load_head(options.head, target) if options.head else None
-        thinking = {"default": None, "on": True, "off": False}[options.thinking]
+        thinking = pairing.thinking(target, head, {"default": None, "on": True, "off": False}[options.thinking])
         prompts = ask(target, rows.read(options.prompts), options.max_prompt_tokens, thinking, options.limit)
         regenerate(
             target,

@@ -119,7 +119,7 @@ class Settings:
     eval_every: int = _number(500, 1)
     save_every: int = _number(1_000, 1)
     eval_sequences: int = _number(16, 0)  # held-out sequences of the tree evaluation
-    eval_budgets: tuple[int, ...] = (16, 32, 64, 128, 256)  # tree nodes, root included; the first is what "best" means
+    eval_budgets: tuple[int, ...] = (16, 32, 64, 128, 256)  # tree nodes, root included; "best" is by the middle one
     eval_width: int = _number(64, 1, 1024)
     decode_prompts: str = ""  # prompt file that the finished head decodes for real
     decode_limit: int = _number(32, 1)
@@ -182,8 +182,8 @@ class Settings:
             raise _wrong(
                 "mask_token_id", self.mask_token_id, "an end token of the target; take a row that no text uses"
             )
-        if self.sequence_length > target.max_positions:
-            raise _wrong("sequence_length", self.sequence_length, f"the target has {target.max_positions} positions")
+        if self.sequence_length > target.context_length:
+            raise _wrong("sequence_length", self.sequence_length, f"the target has {target.context_length} positions")
         try:
             return HeadConfig(
                 vocab_size=rows,
@@ -195,6 +195,7 @@ class Settings:
                 intermediate_size=target.intermediate_size,
                 norm_eps=target.norm_eps,
                 rope_theta=target.rope_theta,
+                rope_scaling=target.rope_scaling,
                 max_positions=target.max_positions,
                 num_target_layers=target.num_layers,
                 block_size=self.block_size,

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax import demo, load
+from jetspec_jax import demo, load, pairing
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
 from jetspec_jax.training import examples, loop, options, pipeline, rows, settings
@@ -107,7 +107,7 @@ def _measure(config: Settings, folder: Path, prompts: list[Path], limit: int) ->
     head = load.load_head(folder, target)
     found: dict[str, dict[str, float]] = {}
     for path in prompts:
-        ids = acceptance.read(target, str(path), limit, config.max_prompt_tokens)
+        ids = acceptance.read(target, str(path), limit, config.max_prompt_tokens, pairing.thinking(target, head, None))
         if not ids:
             raise ConfigError(f"{path}: no prompt is short enough")
         sampling = SamplingConfig(config.max_new_tokens)
