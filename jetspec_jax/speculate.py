@@ -59,8 +59,8 @@ __all__ = [
     "traced_step",
 ]  # fmt: skip
 
-# By measurement on the CPU (docs/measurements.md). On a GPU 16 won with the 135M demo target, which launches bound; with
-# one that memory bounds a round of 64 takes 1.4 plain steps (docs/performance.md), its acceptance is not measured yet.
+# By measurement on the CPU (docs/measurements.md). On a GPU 16 won with the 135M demo target, which launches bound;
+# with one that memory bounds a round of 64 takes 1.4 plain steps (docs/performance.md).
 DEFAULT_BUDGET = {"cpu": 8, "gpu": 64, "tpu": 64}
 STREAM_ROUNDS = 4  # rounds between two looks of a stream
 STOP_ROUNDS = 8  # rounds between two looks for stop strings
