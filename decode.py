@@ -91,7 +91,7 @@ flags.DEFINE_enum(
     "auto",
     ["auto", "xla", "cudnn", "pallas"],
     "What computes attention; pallas also uses our kernels for the rest of a layer. auto: pallas for 16-bit weights on "
-    "an NVIDIA GPU, else xla. pallas without a GPU runs in an interpreter: right, and slow.",
+    "a Hopper GPU, else xla. pallas without a GPU runs in an interpreter: right, and slow.",
 )
 flags.DEFINE_string("profile", None, "Decode once more, compiled, and write a profiler trace of it into this folder.")
 flags.DEFINE_boolean("compare", False, "Also decode plainly; report whether the tokens are equal, and both rates.")
