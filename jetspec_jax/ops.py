@@ -1,8 +1,8 @@
-"""The operations of a decoder layer, and the measured rule that chooses how each is computed.
+"""The operations of a decoder layer, and the rule that chooses how each is computed.
 
 `Ops()` is plain XLA: it runs everywhere, it can be differentiated, and it is what the kernels are tested against. A
-target and its head carry one `Ops`; `resolve` turns the user's choice into it. The rules are those of
-docs/performance.md, measured on an NVIDIA H200.
+target and its head carry one `Ops`; `resolve` turns the user's choice into it. What the rules rest on is in
+docs/performance.md.
 """
 
 from __future__ import annotations
