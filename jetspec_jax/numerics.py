@@ -16,6 +16,9 @@ def precision(dtype) -> jax.lax.Precision:
 def einsum(spec: str, x: jax.Array, w: jax.Array, out: jax.typing.DTypeLike | None = None) -> jax.Array:
     """`jnp.einsum` accumulated in f32, returned in `out` or the dtype of `x`.
 
+    The product itself returns that dtype: its units accumulate in f32 anyway, and a cast of its own would cost a pass
+    over memory.
+
     Its gradient products run in the dtype of `x`, however wide the result was: a 16-bit operand beside an f32 cotangent
     would be widened, and the product would leave the fast units.
     """
@@ -24,8 +27,7 @@ def einsum(spec: str, x: jax.Array, w: jax.Array, out: jax.typing.DTypeLike | No
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _einsum(spec, out, x, w):
-    y = jnp.einsum(spec, x, w, precision=precision(x.dtype), preferred_element_type=jnp.float32)
-    return y.astype(out)
+    return jnp.einsum(spec, x, w, precision=precision(x.dtype), preferred_element_type=out)
 
 
 def _forward(spec, out, x, w):

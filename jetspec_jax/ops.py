@@ -20,7 +20,7 @@ from jetspec_jax.kernels import gpu_attention, gpu_layer, gpu_loop, tpu_attentio
 from jetspec_jax.numerics import einsum, rms_norm
 
 ATTENTIONS = ("auto", "xla", "cudnn", "pallas")
-NARROW, FEW = 32, 64  # rows up to which our swiglu, and our other products, beat XLA's choice
+NARROW, FEW = 32, 128  # rows up to which our swiglu, and our other products, beat XLA's choice
 LONG = 512  # rows of a call up to which attention is ours: rounds, and prompts read in chunks of the default size
 
 Norms = tuple[jax.Array, jax.Array] | None  # weights of the q and k norms, [H] each
@@ -43,7 +43,8 @@ class Ops:
     def matmul(self, x: Float[Array, "B T A"], w: Float[Array, "A O"]) -> jax.Array:
         """x @ w as a product."""
         rows = x.shape[0] * x.shape[1]
-        if self.kernels and rows <= FEW and gpu_layer.tileable(*w.shape):
+        few = rows <= (FEW if w.shape[0] > w.shape[1] else 2 * FEW)  # a longer sum is cut into more parts
+        if self.kernels and few and gpu_layer.tileable(*w.shape):
             parts = gpu_layer.matmul(x.reshape(rows, -1), w, _interpreted())
             return parts.reshape(-1, *x.shape[:2], w.shape[1])
         return einsum("bta,ao->bto", x, w)

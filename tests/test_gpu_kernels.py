@@ -163,6 +163,7 @@ def test_commit(dtype, interpret):
     assert all((g == w).all() for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True))
 
 
+KINDS = ("dense", "moe", "llama")
 WIDE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
 
 
@@ -175,9 +176,12 @@ def wide_pair(kind: str, how: Ops):
     return model, draft, {"target": params, "draft": tiny.random_like(head, 4)}
 
 
-@pytest.mark.parametrize("kind", ["dense", pytest.param("moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    ["dense", pytest.param("moe", marks=pytest.mark.slow), *(pytest.param(k, marks=pytest.mark.gpu) for k in KINDS)],
+)
 def test_lossless_in_f32(kind):
-    """The pair with all kernels decodes what plain XLA decodes, speculatively and plainly."""
+    """The pair with all kernels decodes what plain XLA decodes, speculatively and plainly: interpreted or on a GPU."""
     asked = tiny.request([[3, 1, 4, 1, 5], [9, 2]], 12, budget=[6, 4])
     wanted = None
     for how, rows in ((XLA, 1), (PALLAS, 1), (PALLAS, 8)):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,23 @@ def supported(head_dim: int) -> bool:
     return head_dim >= 16 and head_dim & (head_dim - 1) == 0
 
 
+class Plan(NamedTuple):
+    """How the work of one launch is cut: queries of a program, keys a step of its softmax, parts of all keys."""
+
+    rows: int
+    slots: int
+    parts: int
+    warps: int = 4
+    stages: int = 3
+
+
+def plan(pairs: int, rows: int) -> Plan:
+    """For `rows` queries of each of `pairs` kv heads of the batch."""
+    block = min(64, max(16, power(rows)))
+    programs = pairs * pl.cdiv(rows, block)
+    return Plan(block, SLOTS, min(PARTS, max(1, power(PROGRAMS // programs or 1))))
+
+
 def attend(
     q: Float[Array, "B K M H"],
     fresh: KV,
@@ -42,6 +60,7 @@ def attend(
     prefix: KV | None = None,
     length: Int[Array, " B"] | None = None,
     interpret: bool = False,
+    cut: Plan | None = None,
 ) -> Float[Array, "B T N H"]:
     """Queries of M = T * G rows a kv head (the G heads of a node side by side) over all keys; [B, T, N, H].
 
@@ -50,34 +69,34 @@ def attend(
     batch, kv_heads, rows, dim = q.shape
     nodes, keys = mask.shape[1:]
     groups = rows // nodes
-    block = min(64, max(16, power(rows)))
-    blocks = pl.cdiv(rows, block)
-    parts = 0
-    if prefix is not None:
-        parts = min(PARTS, max(2, power(PROGRAMS // (batch * kv_heads * blocks) or 1)))
-    else:
-        prefix, length = fresh, jnp.zeros((batch,), jnp.int32)  # not read
+    cut = cut or plan(batch * kv_heads, rows)
+    if prefix is None:
+        cut, prefix, length = cut._replace(parts=1), fresh, jnp.zeros((batch,), jnp.int32)  # the prefix is not read
+    blocks, parts = pl.cdiv(rows, cut.rows), cut.parts
     flat = lambda x: x.reshape(batch * kv_heads, *x.shape[2:])
     kernel = functools.partial(
-        _kernel, kv_heads=kv_heads, keys=keys, rows=rows, block=block, parts=parts, shared=mask.shape[0] == 1
+        _kernel, kv_heads=kv_heads, keys=keys, nodes=nodes, groups=groups, cut=cut, shared=mask.shape[0] == 1
     )
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    stats = f32(batch * kv_heads, rows, parts + 1)
-    value, peak, total = pl.pallas_call(
+    stats = f32(batch * kv_heads, rows, parts)
+    whole = jax.ShapeDtypeStruct((batch * nodes * kv_heads * groups, dim), q.dtype)
+    out = pl.pallas_call(
         kernel,
-        grid=(batch * kv_heads, blocks, parts + 1),
-        out_shape=[f32(batch * kv_heads, rows, parts + 1, dim), stats, stats],
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        grid=(batch * kv_heads, blocks, parts),
+        out_shape=[whole] if parts == 1 else [f32(batch * kv_heads, rows, parts, dim), stats, stats],
+        compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
         interpret=interpret,
         name="tree_attention",
     )(length, flat(q), *map(flat, fresh), jnp.repeat(mask, groups, axis=1).astype(jnp.int8), *map(flat, prefix))
-    return _join(value, peak, total, (batch, kv_heads, groups, nodes), q.dtype, interpret)
+    if parts == 1:
+        return out[0].reshape(batch, nodes, kv_heads * groups, dim)
+    return _join(*out, (batch, kv_heads, groups, nodes), q.dtype, interpret)
 
 
 def _kernel(
-    length_ref, q_ref, fk_ref, fv_ref, mask_ref, pk_ref, pv_ref, value_ref, peak_ref, total_ref, *,
-    kv_heads, keys, rows, block, parts, shared,
+    length_ref, q_ref, fk_ref, fv_ref, mask_ref, pk_ref, pv_ref, *outs, kv_heads, keys, nodes, groups, cut, shared
 ):  # fmt: skip
+    block, slots, parts, rows = cut.rows, cut.slots, cut.parts, nodes * groups
     pair, part = pl.program_id(0), pl.program_id(2)
     first = pl.program_id(1) * block
     live = first + jnp.arange(block) < rows
@@ -90,8 +109,8 @@ def _kernel(
     exact = precision(q_ref.dtype)
 
     def tile(ref, i, inside):
-        at = ref.at[pair, pl.ds(i * SLOTS, SLOTS), :]
-        return plgpu.load(at, mask=spread(inside[:, None], (SLOTS, dim)), other=0)
+        at = ref.at[pair, pl.ds(i * slots, slots), :]
+        return plgpu.load(at, mask=spread(inside[:, None], (slots, dim)), other=0)
 
     def update(carry, k, v, visible):
         peak, total, value = carry
@@ -104,24 +123,31 @@ def _kernel(
         return higher, total * fade + weight.sum(1), value * fade[:, None] + add
 
     def prefix(i, carry):
-        inside = i * SLOTS + jnp.arange(SLOTS) < length
-        return update(carry, tile(pk_ref, i, inside), tile(pv_ref, i, inside), spread(inside[None], (block, SLOTS)))
+        inside = i * slots + jnp.arange(slots) < length
+        return update(carry, tile(pk_ref, i, inside), tile(pv_ref, i, inside), spread(inside[None], (block, slots)))
 
     def tree(i, carry):
-        inside = i * SLOTS + jnp.arange(SLOTS) < keys
+        inside = i * slots + jnp.arange(slots) < keys
         v = tile(fv_ref, i, inside)
         v = jnp.where(jnp.abs(v.astype(jnp.float32)) < jnp.inf, v, 0)  # as in `attention.attend`: zero times NaN
-        at = mask_ref.at[jnp.int32(0) if shared else pair // kv_heads, row, pl.ds(i * SLOTS, SLOTS)]
+        at = mask_ref.at[jnp.int32(0) if shared else pair // kv_heads, row, pl.ds(i * slots, slots)]
         seen = plgpu.load(at, mask=live[:, None] & inside[None], other=0)
         return update(carry, tile(fk_ref, i, inside), v, seen != 0)
 
-    steps = (length + SLOTS - 1) // SLOTS
-    each = (steps + parts - 1) // max(parts, 1)
-    lowest = jnp.minimum(part * each, steps)  # the part of the fresh keys, the last, finds no slots left
+    # All keys in steps, those of the prefix first, are dealt out evenly.
+    steps = (length + slots - 1) // slots
+    every = steps + pl.cdiv(keys, slots)
+    low, high = every * part // parts, every * (part + 1) // parts
     carry = jnp.full((block,), MASKED), jnp.zeros((block,)), jnp.zeros((block, dim))
-    carry = jax.lax.fori_loop(lowest, jnp.minimum(lowest + each, steps), prefix, carry)
-    last = jnp.maximum(part + 1 - parts, 0) * pl.cdiv(keys, SLOTS)
-    peak, total, value = jax.lax.fori_loop(0, last, tree, carry)
+    carry = jax.lax.fori_loop(low, jnp.minimum(high, steps), prefix, carry)
+    peak, total, value = jax.lax.fori_loop(jnp.maximum(low, steps) - steps, high - steps, tree, carry)
+    if parts == 1:
+        at = first + jnp.arange(block)
+        place = (pair // kv_heads * nodes + at // groups) * kv_heads * groups + pair % kv_heads * groups + at % groups
+        out = outs[0].at[spread(place[:, None], (block, dim)), spread(jnp.arange(dim)[None], (block, dim))]
+        plgpu.store(out, (value / total[:, None]).astype(outs[0].dtype), mask=whole)
+        return
+    value_ref, peak_ref, total_ref = outs
     plgpu.store(value_ref.at[pair, row, part, :], value, mask=whole)
     plgpu.store(peak_ref.at[pair, row, part], peak, mask=live)
     plgpu.store(total_ref.at[pair, row, part], total, mask=live)

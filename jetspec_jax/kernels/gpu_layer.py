@@ -7,6 +7,8 @@ that pass. Oracles are the XLA branches of `ops.Ops`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -17,85 +19,112 @@ from jetspec_jax.kernels.gpu_attention import power
 from jetspec_jax.numerics import precision
 from jetspec_jax.rope import Rope
 
-COLUMNS = 64  # of a weight tile
-BLOCKS = 160  # programs that stream weights at once; a few more than an H200 has multiprocessors
+PARTS = (1, 2, 3, 4, 6, 8)  # that a sum may be cut into
+PROCESSORS, SHARED = 132, 227 << 10  # multiprocessors of an H200, bytes of memory that programs share on one
 
 
 def tileable(rows: int, columns: int) -> bool:
     """Whether weights [rows, columns] split into tiles."""
-    return rows % 32 == 0 and columns % COLUMNS == 0
+    return rows % 32 == 0 and columns % 64 == 0
 
 
-def matmul(x: Float[Array, "R A"], w: Float[Array, "A O"], interpret: bool = False) -> Float[Array, "S R O"]:
+class Tile(NamedTuple):
+    """One program's share of a matrix product: rows and columns of the result, depth of a step, parts of the sum."""
+
+    rows: int
+    columns: int
+    depth: int
+    parts: int
+    warps: int = 4
+    stages: int = 3
+
+
+def tile(rows: int, inner: int, columns: int) -> Tile:
+    """For [rows, inner] x [inner, columns]: steps that keep about 100 KiB in flight, and a sum in as many parts as find
+    room on the multiprocessors at once."""
+    deep = next(d for d in (128, 64, 32) if inner % d == 0)
+    block = min(64, max(16, power(rows)))
+    cut = Tile(block, 64, deep, 1, 4, 5 if block == 16 else 3)
+    if rows > 64 and columns % 128 == 0:
+        cut = Tile(64 if rows <= 128 else 128, 128, min(deep, 64), 1, 4 if rows <= 128 else 8, 4)
+    programs = columns // cut.columns * pl.cdiv(rows, cut.rows)
+    together = PROCESSORS * (SHARED // (2 * cut.stages * cut.depth * (cut.rows + cut.columns)))
+    fitting = [s for s in PARTS if inner // cut.depth % s == 0]
+    return cut._replace(parts=max((s for s in fitting if programs * s <= together), default=1))
+
+
+def matmul(
+    x: Float[Array, "R A"], w: Float[Array, "A O"], interpret: bool = False, cut: Tile | None = None
+) -> Float[Array, "S R O"]:
     """Partial sums in f32 of `x @ w`; their number S follows from the sizes."""
     rows, inner = x.shape
     columns = w.shape[1]
-    depth, block, stages = _tile(rows, inner)
-    steps, blocks = inner // depth, columns // COLUMNS * pl.cdiv(rows, block)
-    parts = next((s for s in (1, 2, 3, 4, 6, 8) if steps % s == 0 and blocks * s >= BLOCKS), None)
-    parts = parts or max(s for s in (1, 2, 3, 4, 6, 8) if steps % s == 0)
+    block, wide, depth, parts, warps, stages = cut or tile(rows, inner, columns)
+    steps = inner // depth
 
     def kernel(x_ref, w_ref, out_ref):
-        part, column = pl.program_id(2), pl.ds(pl.program_id(1) * COLUMNS, COLUMNS)
+        part, column = pl.program_id(2), pl.ds(pl.program_id(1) * wide, wide)
         row = pl.ds(pl.program_id(0) * block, block)
         live = (pl.program_id(0) * block + jnp.arange(block) < rows)[:, None]
 
         def body(i, total):
             at = pl.ds((part * (steps // parts) + i) * depth, depth)
-            tile = plgpu.load(x_ref.at[row, at], mask=jnp.broadcast_to(live, (block, depth)), other=0)
-            return total + _dot(tile, w_ref[at, column])
+            left = x_ref[row, at] if rows % block == 0 else _padded(x_ref.at[row, at], live)
+            return total + _dot(left, w_ref[at, column])
 
-        total = jax.lax.fori_loop(0, steps // parts, body, jnp.zeros((block, COLUMNS)))
+        total = jax.lax.fori_loop(0, steps // parts, body, jnp.zeros((block, wide)))
         plgpu.store(out_ref.at[part, row, column], total, mask=jnp.broadcast_to(live, total.shape))
 
     return pl.pallas_call(
         kernel,
-        grid=(pl.cdiv(rows, block), columns // COLUMNS, parts),
+        grid=(pl.cdiv(rows, block), columns // wide, parts),
         out_shape=jax.ShapeDtypeStruct((parts, rows, columns), jnp.float32),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=stages),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="matmul",
     )(x, w)
 
 
-def swiglu(x: Float[Array, "R E"], gate_up: Float[Array, "E 2 F"], interpret: bool = False) -> Float[Array, "R F"]:
+def swiglu(
+    x: Float[Array, "R E"], gate_up: Float[Array, "E 2 F"], interpret: bool = False, cut: Tile | None = None
+) -> Float[Array, "R F"]:
     """silu(x @ gate) * (x @ up) without the two products in memory."""
     rows, inner = x.shape
     columns = gate_up.shape[2]
-    depth, block, stages = _tile(rows, inner)
+    if cut is None:
+        cut = tile(rows, inner, columns)
+        cut = cut._replace(stages=min(cut.stages, 3) if cut.depth == 128 else cut.stages)  # two tiles a stage
+    block, wide, depth, _, warps, stages = cut
 
     def kernel(x_ref, w_ref, out_ref):
-        row, first = pl.ds(pl.program_id(0) * block, block), pl.program_id(1) * COLUMNS
+        row, first = pl.ds(pl.program_id(0) * block, block), pl.program_id(1) * wide
         live = (pl.program_id(0) * block + jnp.arange(block) < rows)[:, None]
 
         def body(i, sums):
             at = pl.ds(i * depth, depth)
-            tile = plgpu.load(x_ref.at[row, at], mask=jnp.broadcast_to(live, (block, depth)), other=0)
-            gate, up = (w_ref[at, pl.ds(j * columns + first, COLUMNS)] for j in range(2))
-            return sums[0] + _dot(tile, gate), sums[1] + _dot(tile, up)
+            left = x_ref[row, at] if rows % block == 0 else _padded(x_ref.at[row, at], live)
+            gate, up = (w_ref[at, pl.ds(j * columns + first, wide)] for j in range(2))
+            return sums[0] + _dot(left, gate), sums[1] + _dot(left, up)
 
-        zero = jnp.zeros((block, COLUMNS))
+        zero = jnp.zeros((block, wide))
         gate, up = jax.lax.fori_loop(0, inner // depth, body, (zero, zero))
         # Rounded where the XLA path rounds: after each product.
         gate, up = (y.astype(out_ref.dtype).astype(jnp.float32) for y in (gate, up))
         out = (gate * jax.nn.sigmoid(gate)).astype(out_ref.dtype) * up.astype(out_ref.dtype)
-        plgpu.store(out_ref.at[row, pl.ds(first, COLUMNS)], out, mask=jnp.broadcast_to(live, out.shape))
+        plgpu.store(out_ref.at[row, pl.ds(first, wide)], out, mask=jnp.broadcast_to(live, out.shape))
 
     return pl.pallas_call(
         kernel,
-        grid=(pl.cdiv(rows, block), columns // COLUMNS),
+        grid=(pl.cdiv(rows, block), columns // wide),
         out_shape=jax.ShapeDtypeStruct((rows, columns), x.dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=min(stages, 3) if depth == 128 else stages),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="swiglu",
     )(x, gate_up.reshape(inner, 2 * columns))
 
 
-def _tile(rows: int, inner: int) -> tuple[int, int, int]:
-    """Depth of a weight tile, rows of a block, and pipeline stages: tiles of 128 x 64, about 100 KiB in flight."""
-    depth = next(d for d in (128, 64, 32) if inner % d == 0)
-    block = min(64, max(16, power(rows)))
-    return depth, block, 5 if block == 16 else 3
+def _padded(ref, live):
+    return plgpu.load(ref, mask=jnp.broadcast_to(live, ref.shape), other=0)
 
 
 def _dot(x, w):
