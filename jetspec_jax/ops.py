@@ -20,7 +20,7 @@ from jetspec_jax.kernels import gpu_attention, gpu_layer, gpu_loop, tpu_attentio
 from jetspec_jax.numerics import einsum, rms_norm
 
 ATTENTIONS = ("auto", "xla", "cudnn", "pallas")
-NARROW, FEW = 32, 128  # rows up to which our swiglu, and our other products, beat XLA's choice
+NARROW, FEW = 64, 128  # rows up to which our swiglu, and our other products, beat XLA's choice
 LONG = 512  # rows of a call up to which attention is ours: rounds, and prompts read in chunks of the default size
 
 Norms = tuple[jax.Array, jax.Array] | None  # weights of the q and k norms, [H] each

@@ -20,7 +20,7 @@ from jetspec_jax.numerics import precision
 from jetspec_jax.rope import Rope
 
 PARTS = (1, 2, 3, 4, 6, 8)  # that a sum may be cut into
-PROCESSORS, SHARED = 132, 227 << 10  # multiprocessors of an H200, bytes of memory that programs share on one
+PROCESSORS = 132  # multiprocessors of an H200
 
 
 def tileable(rows: int, columns: int) -> bool:
@@ -40,17 +40,26 @@ class Tile(NamedTuple):
 
 
 def tile(rows: int, inner: int, columns: int) -> Tile:
-    """For [rows, inner] x [inner, columns]: steps that keep about 100 KiB in flight, and a sum in as many parts as find
-    room on the multiprocessors at once."""
-    deep = next(d for d in (128, 64, 32) if inner % d == 0)
-    block = min(64, max(16, power(rows)))
-    cut = Tile(block, 64, deep, 1, 4, 5 if block == 16 else 3)
-    if rows > 64 and columns % 128 == 0:
-        cut = Tile(64 if rows <= 128 else 128, 128, min(deep, 64), 1, 4 if rows <= 128 else 8, 4)
+    """For [rows, inner] x [inner, columns], by bench/products.py; a sum in as many parts as run at once."""
+    deep, wide = (next(d for d in sizes if size % d == 0) for sizes, size in (((64, 32), inner), ((128, 64), columns)))
+    block, each = min(64, max(16, power(rows))), 2  # programs that share a multiprocessor
+    if rows <= 32:
+        cut = Tile(block, 64, deep, 1, 4, 5)
+    elif rows <= 64 and inner <= columns and inner % 128 == 0:
+        cut = Tile(block, 64, 128, 1, 4, 3)
+    elif rows <= 128 or wide == 64:
+        cut, each = Tile(block, wide, deep, 1, 4, 4), 1 if rows <= 64 else 2
+    else:
+        cut, each = Tile(128, wide, deep, 1, 8, 5), 1
     programs = columns // cut.columns * pl.cdiv(rows, cut.rows)
-    together = PROCESSORS * (SHARED // (2 * cut.stages * cut.depth * (cut.rows + cut.columns)))
     fitting = [s for s in PARTS if inner // cut.depth % s == 0]
-    return cut._replace(parts=max((s for s in fitting if programs * s <= together), default=1))
+    return cut._replace(parts=max((s for s in fitting if programs * s <= each * PROCESSORS), default=1))
+
+
+def glu_tile(rows: int, inner: int, columns: int) -> Tile:
+    """The same for two products side by side, each with its own columns."""
+    deep = next(d for d in (64, 32) if inner % d == 0)
+    return Tile(min(64, max(16, power(rows))), 128 if columns % 128 == 0 else 64, deep, 1, 4, 4)
 
 
 def matmul(
@@ -91,10 +100,7 @@ def swiglu(
     """silu(x @ gate) * (x @ up) without the two products in memory."""
     rows, inner = x.shape
     columns = gate_up.shape[2]
-    if cut is None:
-        cut = tile(rows, inner, columns)
-        cut = cut._replace(stages=min(cut.stages, 3) if cut.depth == 128 else cut.stages)  # two tiles a stage
-    block, wide, depth, _, warps, stages = cut
+    block, wide, depth, _, warps, stages = cut or glu_tile(rows, inner, columns)
 
     def kernel(x_ref, w_ref, out_ref):
         row, first = pl.ds(pl.program_id(0) * block, block), pl.program_id(1) * wide

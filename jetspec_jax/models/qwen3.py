@@ -21,7 +21,7 @@ from jetspec_jax.cache import KV, Cache
 from jetspec_jax.config import HeadConfig, ModelConfig
 from jetspec_jax.models import Output
 from jetspec_jax.numerics import einsum, rms_norm
-from jetspec_jax.ops import XLA, Ops, total
+from jetspec_jax.ops import XLA, Ops
 
 
 class Layer(nnx.Module):
@@ -52,18 +52,17 @@ class Layer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T E"],
-        product: jax.Array | None,
+        h: Float[Array, "B T E"],
         angles: rope.Rope,
         mask: Bool[Array, "_ T T"],
         prefix: KV | None = None,
         length: Int[Array, " B"] | None = None,
         ops: Ops = XLA,
     ) -> tuple[Float[Array, "B T E"], jax.Array, KV]:
-        """Residual stream and the layer's last product, not yet added; K/V of the T rows.
+        """Residual stream and the layer's last product, not yet added: whoever norms next adds it. K/V of the T rows.
 
-        product: what the layer before left to be added to `x`, None for the first.
+        h: `x` under the layer's input norm.
         """
-        x, h = ops.add_norm(x, product, self.input_norm[...], self.config.norm_eps)
         q, k, v = self.project(h, angles, ops)
         x, product = self.after(x, ops.attend(q, (k, v), mask, prefix, length), ops)
         return x, product, (k, v)
@@ -138,14 +137,15 @@ class Qwen3(nnx.Module):
         c = self.config
         x, product = self.embed(tokens), None
         angles = rope.angles(positions, c.head_dim, c.rope_theta, c.rope_scaling)
-        fresh, before = [], {}
+        fresh, streams = [], []
         for i, layer in enumerate(self.layers):
-            x, product, kv = layer(x, product, angles, mask, None if cache is None else cache[i], length, ops)
+            x, h = ops.add_norm(x, product, layer.input_norm[...], c.norm_eps)
+            streams.append(x)
+            x, product, kv = layer(x, h, angles, mask, None if cache is None else cache[i], length, ops)
             fresh.append(kv)
-            if i in taps:
-                before[i] = x, product
         x, hidden = ops.add_norm(x, product, self.norm[...], c.norm_eps)
-        tapped = [before[i][0] + total(before[i][1], x.dtype) for i in taps]
+        streams.append(x)
+        tapped = [streams[i + 1] for i in taps]
         return Output(hidden, tuple(fresh), jnp.concatenate(tapped, axis=-1) if taps else None)
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows E"]:
