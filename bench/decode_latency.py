@@ -2,9 +2,11 @@
 
     python bench/decode_latency.py --shape qwen3-8b
     python bench/decode_latency.py --shape qwen3-8b --batch 8 --budgets 16 --parts
+    python bench/decode_latency.py --shape qwen3-8b --budgets 1 --contexts 1024:2048 1024:32768 32000:32768
 
 Every figure is the time of one step inside the compiled loop (median of differences between a long and a short call,
-after warm-up), at `--length` committed tokens of `--slots`. The floor is the time to read the weights and the K/V once
+after warm-up), at each of `--contexts` committed tokens of cache slots. `over` is the temporary memory of the loop
+beyond the tree's K/V and the logits. The floor is the time to read the weights and the K/V once
 at the rate that a plain read reaches in this very run. Prints a table, then one JSON line.
 """
 
@@ -14,6 +16,7 @@ import argparse
 import dataclasses
 import json
 
+import anchor
 import jax
 import jax.numpy as jnp
 import shapes
@@ -27,29 +30,39 @@ def main() -> None:
     parser.add_argument("--shape", choices=shapes.PAIRS, default="qwen3-8b")
     parser.add_argument("--budgets", type=int, nargs="+", default=[64, 128, 256], help="0 or 1: only the plain step")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--length", type=int, default=1024, help="committed tokens")
-    parser.add_argument("--slots", type=int, default=2048, help="cache slots a row")
+    parser.add_argument(
+        "--contexts", nargs="+", default=["1024:2048"], metavar="LENGTH:SLOTS", help="committed tokens and cache slots"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--attention", default="auto", choices=ops.ATTENTIONS)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--parts", action="store_true", help="also time draft, tree and verification alone")
+    parser.add_argument("--anchor", action="store_true", help="also time transformers' generate on the same weights")
     parser.add_argument("--profile", metavar="DIR", help="write a profiler trace of a few steps of each")
     args = parser.parse_args()
 
     pair = shapes.random_pair(args.shape, args.dtype, args.attention)
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}"
     print(
-        f"{args.shape}, random weights, batch {args.batch}, {args.length} of {args.slots} slots; {device}", flush=True
+        f"{args.shape}, random weights, batch {args.batch}, attention {pair.target.ops.attention}; {device}", flush=True
     )
     limits = timing.machine(
         4.0 if jax.default_backend() != "cpu" else 0.1, 8192 if jax.default_backend() != "cpu" else 512
     )
     reads, products = limits["bytes_per_second"] / 1e12, limits["flops_per_second"] / 1e12
     print(f"plain read {reads:.3f} TB/s, matrix product {products:.0f} TFLOP/s")
-    print(f"{'':>12} {'ms':>8} {'floor ms':>9} {'ratio':>6} {'compile s':>10} {'temp MiB':>9}")
-    rows = [measure(args, pair, budget, limits) for budget in [1, *(b for b in args.budgets if b > 1)]]
+    titles = f"{'ms':>8} {'floor ms':>9} {'ratio':>6} {'compile s':>10} {'temp MiB':>9} {'over':>6}"
+    print(f"{'committed':>14} {'':>12} {titles}")
+    rows = []
+    for context in args.contexts:
+        args.length, args.slots = map(int, context.split(":"))
+        rows += [measure(args, pair, budget, limits) for budget in [1, *(b for b in args.budgets if b > 1)]]
     stats = jax.devices()[0].memory_stats() or {}
+    if args.anchor:
+        seconds = anchor.per_token(pair, args.length, args.steps)
+        print(f"transformers, static cache, compiled: {1e3 * seconds:.2f} ms a plain token")
+        rows.append({"anchor": "transformers", "length": args.length, "ms": 1e3 * seconds})
     peak = stats.get("peak_bytes_in_use", 0) / 2**30
     print(f"weights {size(pair.params) / 2**30:.2f} GiB, peak {peak:.2f} GiB")
     print(json.dumps({"settings": vars(args), "device": device, "machine": limits, "peak_gib": peak, "rows": rows}))
@@ -80,15 +93,18 @@ def measure(args: argparse.Namespace, pair: shapes.Pair, budget: int, limits: di
         )
     flops = 2 * args.batch * budget * (weights_read(pair, pair.params["target"]) / held[0].cache[0][0].dtype.itemsize)
     floor = max(work / limits["bytes_per_second"], flops / limits["flops_per_second"])
+    temp = program.memory_analysis().temp_size_in_bytes / 2**20
     row = {
-        "budget": budget, "ms": 1e3 * step, "floor_ms": 1e3 * floor, "bytes": work, "compile_seconds": seconds,
-        "temp_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
+        "length": args.length, "slots": args.slots, "budget": budget, "ms": 1e3 * step, "floor_ms": 1e3 * floor,
+        "bytes": work, "compile_seconds": seconds,
+        "temp_mib": temp, "over_mib": temp - expected_mib(pair, args.batch, budget),
     }  # fmt: skip
     name = "plain step" if budget == 1 else f"round {budget}"
     times = f"{row['ms']:8.3f} {row['floor_ms']:9.3f} {step / floor:6.2f}"
-    print(f"{name:>12} {times} {seconds:10.1f} {row['temp_mib']:9.1f}", flush=True)
+    at = f"{args.length} of {args.slots}"
+    print(f"{at:>14} {name:>12} {times} {seconds:10.1f} {temp:9.1f} {row['over_mib']:6.1f}", flush=True)
     if args.profile:
-        with jax.profiler.trace(f"{args.profile}/{budget}"):
+        with jax.profiler.trace(f"{args.profile}/{args.length}-{args.slots}/{budget}"):
             jax.block_until_ready(run(8))
     if args.parts and budget > 1:
         row["parts_ms"] = parts(args, pair, static, held[0], budget)
@@ -152,6 +168,14 @@ def parts(args, pair, static, state, budget: int) -> dict[str, float]:
         "tree": timed(grow, (logits, jnp.zeros((batch,), jnp.int32))),
         "verify": timed(verify, jnp.copy(built.tokens), weights["target"], copy(state.cache)),
     }
+
+
+def expected_mib(pair: shapes.Pair, batch: int, budget: int) -> float:
+    """Logits of target and draft in f32 and the tree's keys and values: what a round holds by its nature."""
+    c = pair.target.config
+    logits = 4 * c.vocab_size * (budget + (pair.draft.depth if budget > 1 else 0))
+    kv = 2 * c.num_layers * c.num_kv_heads * c.head_dim * budget * pair.params["target"]["embedding"].dtype.itemsize
+    return batch * (logits + kv) / 2**20
 
 
 def size(tree) -> int:

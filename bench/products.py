@@ -51,9 +51,7 @@ def main() -> None:
         layer = Product(name, config, gpu)
         for rows in args.rows:
             weight = layer.weights[0]
-            floor = max(
-                weight.nbytes / limits["bytes_per_second"], 2 * rows * weight.size / limits["flops_per_second"]
-            )
+            floor = max(weight.nbytes / limits["bytes_per_second"], 2 * rows * weight.size / limits["flops_per_second"])
             row = {"name": name, "rows": rows, "floor_us": 1e6 * floor} | layer.measure(rows, args)
             print("  ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
             found.append(row)
@@ -115,9 +113,7 @@ class Product:
         with concurrent.futures.ThreadPoolExecutor() as pool:
             build = lambda cut: self.attempt(functools.partial(ours, cut=cut), x)
             programs = list(pool.map(build, cuts))
-        times = {
-            cut: self.clock(p, x, self.weights, args.repeats) for cut, p in zip(cuts, programs, strict=True) if p
-        }
+        times = {cut: self.clock(p, x, self.weights, args.repeats) for cut, p in zip(cuts, programs, strict=True) if p}
         row["kernel"] = times.pop(None)
         best = sorted((t, tuple(cut)) for cut, t in times.items())[:6]
         return row | ({"best tiles": [(round(t, 1), cut) for t, cut in best]} if best else {})

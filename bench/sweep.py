@@ -1,16 +1,19 @@
 """Speed of plain and speculative decoding by budget and depth, both sides in one run.
 
     python bench/sweep.py --prompts gsm8k.jsonl --limit 16 --max_new_tokens 128
+    python bench/sweep.py --prompts gsm8k.jsonl mbpp.jsonl --limit 64 --settings 16:15 64:15
 
 Each prompt is decoded alone (batch 1), plainly and with every setting, round robin, after a warm-up that compiles.
-Reported are decode seconds pooled over prompts, the speed-up over plain decoding, and whether all tokens were equal.
-Prints a table, then one JSON line.
+Reported, pooled over the prompts of a file: time of a round (decode alone), tokens a second of decoding and end to end
+(with reading the prompt), the speed-up over plain decoding end to end, and how many outputs were equal. Prints one
+table a file, then one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import pathlib
 import statistics
 import sys
 
@@ -23,7 +26,7 @@ from jetspec_jax.evals import acceptance
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", required=True, metavar="FILE", help="JSONL prompt file")
+    parser.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help="JSONL prompt files")
     parser.add_argument("--target", help="default: the demo target")
     parser.add_argument("--head", help="default: the demo head")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"])
@@ -46,46 +49,58 @@ def run(args: argparse.Namespace) -> None:
     """Measures and prints."""
     target = load.load_target(args.target or demo.fetch_target(), args.dtype)
     head = load.load_head(args.head or demo.head_folder(), target)
-    prompts = acceptance.read(target, args.prompts, args.limit, 256)
     sampling = SamplingConfig(args.max_new_tokens)
     trees = {s: TreeConfig(int(s.split(":")[0]), depth=int(s.split(":")[1])) for s in args.settings}
-    for prompt in (min(prompts, key=len), max(prompts, key=len)):  # compiles every bucket
-        baseline.generate(target, [prompt], sampling)
-        for tree in trees.values():
-            speculate.generate(target, head, [prompt], tree, sampling)
-
-    seconds = dict.fromkeys(("plain", *trees), 0.0)
-    tokens, rounds, equal = dict.fromkeys(seconds, 0), dict.fromkeys(seconds, 0), dict.fromkeys(seconds, True)
-    for prompt in prompts:
-        runs = {s: [] for s in seconds}
-        for _ in range(args.repeats):
-            runs["plain"] += baseline.generate(target, [prompt], sampling)
-            for s, tree in trees.items():
-                runs[s] += speculate.generate(target, head, [prompt], tree, sampling)
-        for s, results in runs.items():
-            seconds[s] += statistics.median(r.seconds["decode"] for r in results)
-            tokens[s] += results[0].new_tokens - 1
-            rounds[s] += results[0].rounds
-            equal[s] &= results[0].token_ids == runs["plain"][0].token_ids
-
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {target.dtype}"
-    print(f"{len(prompts)} prompts x {args.max_new_tokens} tokens, batch 1, {device}")
-    print(f"{'budget:depth':>12} {'ms/round':>9} {'tokens/round':>13} {'tokens/s':>9} {'speed-up':>9}  equal")
     rows = []
-    for s in seconds:
-        rate = tokens[s] / seconds[s]
-        row = {
+    for path in args.prompts:
+        prompts = acceptance.read(target, path, args.limit, 256)
+        name = pathlib.Path(path).stem
+        print(f"{name}: {len(prompts)} prompts x {args.max_new_tokens} tokens, batch 1, {device}")
+        print(f"{'budget:depth':>12} {'ms/round':>9} {'tokens/round':>13} {'tokens/s':>9} {'end to end':>11}", end="")
+        print(f"{'speed-up':>10}  equal", flush=True)
+        for row in measure(target, head, prompts, sampling, trees, args.repeats):
+            rows.append({"set": name, "prompts": len(prompts)} | row)
+            line = "{setting:>12} {ms_per_round:9.2f} {tokens_per_round:13.2f} {tokens_per_second:9.1f}"
+            print(line.format(**row), f"{row['end_to_end']:11.1f} {row['speedup']:9.2f}  {row['equal']}", flush=True)
+    print(json.dumps({"settings": vars(args), "device": device, "rows": rows}))
+
+
+def measure(target, head, prompts, sampling: SamplingConfig, trees: dict, repeats: int) -> list[dict]:
+    """One row a setting, plain decoding first."""
+
+    def decode(setting, prompt):
+        if setting == "plain":
+            return baseline.generate(target, [prompt], sampling)[0]
+        return speculate.generate(target, head, [prompt], trees[setting], sampling)[0]
+
+    settings = ["plain", *trees]
+    decoding, whole, tokens, rounds, equal = (dict.fromkeys(settings, 0) for _ in range(5))
+    for prompt in prompts:
+        first = {}
+        for s in settings:
+            runs = [decode(s, prompt)]
+            if runs[0].seconds["compile"]:  # the first of its bucket: its program was new
+                runs = [decode(s, prompt)]
+            runs += [decode(s, prompt) for _ in range(repeats - 1)]
+            first[s] = runs[0]
+            decoding[s] += statistics.median(r.seconds["decode"] for r in runs)
+            whole[s] += statistics.median(r.seconds["decode"] + r.seconds["prefill"] for r in runs)
+            tokens[s] += runs[0].new_tokens
+            rounds[s] += runs[0].rounds
+            equal[s] += runs[0].token_ids == first["plain"].token_ids
+    return [
+        {
             "setting": s,
-            "ms_per_round": 1e3 * seconds[s] / rounds[s],
-            "tokens_per_round": tokens[s] / rounds[s],
-            "tokens_per_second": rate,
-            "speedup": rate / (tokens["plain"] / seconds["plain"]),
+            "ms_per_round": 1e3 * decoding[s] / rounds[s],
+            "tokens_per_round": (tokens[s] - len(prompts)) / rounds[s],
+            "tokens_per_second": (tokens[s] - len(prompts)) / decoding[s],
+            "end_to_end": tokens[s] / whole[s],
+            "speedup": tokens[s] / whole[s] / (tokens["plain"] / whole["plain"]),
             "equal": equal[s],
         }
-        rows.append(row)
-        line = "{setting:>12} {ms_per_round:9.1f} {tokens_per_round:13.2f} {tokens_per_second:9.1f} {speedup:9.2f}"
-        print(line.format(**row), f" {row['equal']}")
-    print(json.dumps({"settings": vars(args), "device": device, "rows": rows}))
+        for s in settings
+    ]
 
 
 if __name__ == "__main__":

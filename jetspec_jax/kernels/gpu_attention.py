@@ -53,6 +53,7 @@ def plan(pairs: int, rows: int) -> Plan:
     return Plan(block, SLOTS, min(PARTS, max(1, power(PROGRAMS // programs or 1))))
 
 
+@functools.partial(jax.jit, static_argnames=("interpret", "cut"))
 def attend(
     q: Float[Array, "B K M H"],
     fresh: KV,

@@ -7,6 +7,7 @@ that pass. Oracles are the XLA branches of `ops.Ops`.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -62,6 +63,7 @@ def glu_tile(rows: int, inner: int, columns: int) -> Tile:
     return Tile(min(64, max(16, power(rows))), 128 if columns % 128 == 0 else 64, deep, 1, 4, 4)
 
 
+@functools.partial(jax.jit, static_argnames=("interpret", "cut"))
 def matmul(
     x: Float[Array, "R A"], w: Float[Array, "A O"], interpret: bool = False, cut: Tile | None = None
 ) -> Float[Array, "S R O"]:
@@ -94,6 +96,7 @@ def matmul(
     )(x, w)
 
 
+@functools.partial(jax.jit, static_argnames=("interpret", "cut"))
 def swiglu(
     x: Float[Array, "R E"], gate_up: Float[Array, "E 2 F"], interpret: bool = False, cut: Tile | None = None
 ) -> Float[Array, "R F"]:
@@ -137,6 +140,7 @@ def _dot(x, w):
     return jnp.dot(x, w, precision=precision(x.dtype), preferred_element_type=jnp.float32)
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def add_norm(
     x: Float[Array, "R E"], parts: Float[Array, "S R E"] | None, weight: Float[Array, " E"], eps: float,
     interpret: bool = False,
@@ -173,6 +177,7 @@ def add_norm(
     return (x, out[0]) if parts is None else (out[0], out[1])
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "dtype", "interpret"))
 def heads(
     parts: Float[Array, "S B T K GH"],
     norms: tuple[Float[Array, " H"], Float[Array, " H"]] | None,

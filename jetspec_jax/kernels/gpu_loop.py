@@ -5,6 +5,8 @@ Oracles: `tree._best_first`, and `cache.write` of `cache.take`.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -15,6 +17,7 @@ from jetspec_jax.cache import Cache
 from jetspec_jax.kernels.gpu_attention import power
 
 
+@functools.partial(jax.jit, static_argnames=("rows", "interpret"))
 def grow(
     logp: Float[Array, "B D W"], token: Int[Array, "B D W"], rows: int, interpret: bool = False
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"], Int[Array, " B"]]:
@@ -77,6 +80,7 @@ def grow(
     )(logp, token)
 
 
+@functools.partial(jax.jit, static_argnames=("interpret",))
 def commit(
     cache: Cache, fresh: Cache, path: Int[Array, "B R"], start: Int[Array, " B"], interpret: bool = False
 ) -> Cache:

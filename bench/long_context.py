@@ -1,0 +1,80 @@
+"""Long prompts: time and memory of reading them, and whether both ways of decoding agree behind them.
+
+    python bench/long_context.py --shape qwen3-0.6b --prompts 1024 8192 32000 --dtype float32
+
+Random weights, random prompts, `--new` tokens. `temp` is the temporary memory of the program that reads the prompt
+(prompt and cache not counted); it should not grow with prompt x vocabulary. Prints a table, then one JSON line; exit
+status 1 if any output differs in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import shapes
+
+from jetspec_jax import decoder, ops, speculate
+from jetspec_jax.sampling import Sampling
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=shapes.PAIRS, default="qwen3-0.6b")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[1024, 8192, 32000], help="lengths")
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--budget", type=int, default=64)
+    parser.add_argument("--chunk", type=int, default=decoder.DEFAULT_CHUNK)
+    parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
+    parser.add_argument("--attention", default="auto", choices=ops.ATTENTIONS)
+    args = parser.parse_args()
+
+    pair = shapes.random_pair(args.shape, args.dtype, args.attention)
+    device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}"
+    print(f"{args.shape}, random weights, batch 1, chunks of {args.chunk}; {device}")
+    print(f"{'prompt':>7} {'read ms':>8} {'temp MiB':>9} {'cache MiB':>10} {'plain ms':>9} {'round ms':>9}  equal")
+    rows = [measure(args, pair, prompt) for prompt in args.prompts]
+    print(json.dumps({"settings": vars(args), "device": device, "rows": rows}))
+    sys.exit(args.dtype == "float32" and not all(row["equal"] for row in rows))
+
+
+def measure(args: argparse.Namespace, pair: shapes.Pair, prompt: int) -> dict:
+    """One prompt, read and continued plainly and speculatively."""
+    slots = -(-(prompt + args.new + pair.draft.depth + 1) // 256) * 256
+    size = -(-prompt // args.chunk) * args.chunk
+    slots = max(slots, size + pair.draft.depth + 1)
+    row = lambda value, dtype=jnp.int32: jnp.full((1,), value, dtype)
+    tokens = jax.random.randint(jax.random.key(prompt), (1, size), 0, pair.target.vocab_size)
+    outputs, found = {}, {"prompt": prompt}
+    for name, static, params in (
+        ("plain", decoder.Decoder(pair.target, None, 1, slots, prefill_chunk=args.chunk), pair.plain),
+        ("round", decoder.Decoder(pair.target, pair.draft, args.budget, slots, prefill_chunk=args.chunk), pair.params),
+    ):
+        request = decoder.Request(
+            tokens, row(prompt), row(prompt + args.new), row(static.rows), Sampling(None, row(0, jnp.uint32)),
+            jnp.full((1, 8), -1, jnp.int32),
+        )  # fmt: skip
+        read, _ = speculate.compiled(decoder.prefill, static, params, request)
+        jax.block_until_ready(read(params, request))
+        begin = time.perf_counter()
+        state = jax.block_until_ready(read(params, request))
+        found["read_ms"] = 1e3 * (time.perf_counter() - begin)
+        found["temp_mib"] = read.memory_analysis().temp_size_in_bytes / 2**20
+        found["cache_mib"] = sum(x.nbytes for x in jax.tree.leaves(state.cache)) / 2**20
+        run, _ = speculate.compiled(decoder.rounds, static, params, state, jnp.int32(1))
+        begin = time.perf_counter()
+        state = jax.block_until_ready(run(params, state, jnp.int32(args.new)))
+        found[f"{name}_ms"] = 1e3 * (time.perf_counter() - begin) / max(int(state.rounds[0]), 1)
+        outputs[name] = state.tokens[0, prompt : prompt + args.new].tolist()
+    found["equal"] = outputs["plain"] == outputs["round"]
+    line = "{prompt:7} {read_ms:8.1f} {temp_mib:9.1f} {cache_mib:10.1f} {plain_ms:9.2f} {round_ms:9.2f}"
+    print(line.format(**found), f" {found['equal']}", flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Cold and warm start: from weights on the device to the first token and to the first round, in fresh processes.
+
+    python bench/start_up.py --shape qwen3-8b --budget 64
+
+The same program is run twice as a child with the same compilation cache, which is empty the first time. Tracing,
+compiling or finding the compiled program, loading it and running it all count; starting Python, drawing the random
+weights and moving them do not. Prints a table, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import shapes
+
+from jetspec_jax import decoder, speculate
+from jetspec_jax.sampling import Sampling
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=shapes.PAIRS, default="qwen3-8b")
+    parser.add_argument("--budget", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=1024, help="prompt tokens")
+    parser.add_argument("--slots", type=int, default=2048)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(child(args)))
+        return
+    found = {}
+    print(f"{args.shape}, random weights, {args.dtype}, prompt of {args.prompt}, budget {args.budget}; seconds")
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("cold", "warm"):
+            command = [sys.executable, __file__, "--child", *sys.argv[1:]]
+            done = subprocess.run(command, env=environment(folder), capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(done.stderr)
+            found[name] = json.loads(done.stdout.splitlines()[-1])
+            print(f"{name}: ", "  ".join(f"{k} {v:.2f}" for k, v in found[name].items() if k != "device"), flush=True)
+    print(json.dumps({"settings": vars(args), **found}))
+
+
+def environment(folder: str) -> dict[str, str]:
+    import os
+
+    return os.environ | {"JAX_COMPILATION_CACHE_DIR": folder}
+
+
+def child(args: argparse.Namespace) -> dict:
+    """The times of one process."""
+    pair = shapes.random_pair(args.shape, args.dtype)
+    static = decoder.Decoder(pair.target, pair.draft, args.budget, args.slots)
+    row = lambda value, dtype=jnp.int32: jnp.full((1,), value, dtype)
+    request = decoder.Request(
+        tokens=jax.random.randint(jax.random.key(1), (1, args.prompt), 0, pair.target.vocab_size),
+        prompt_length=row(args.prompt), limit=row(args.slots), budget=row(args.budget),
+        sampling=Sampling(None, row(0, jnp.uint32)), eos=jnp.full((1, 8), -1, jnp.int32),
+    )  # fmt: skip
+    jax.block_until_ready(request)
+    begin = time.perf_counter()
+    program, compiled = speculate.compiled(decoder.prefill, static, pair.params, request)
+    state = jax.block_until_ready(program(pair.params, request))
+    token = time.perf_counter() - begin
+    program, more = speculate.compiled(decoder.rounds, static, pair.params, state, jnp.int32(1))
+    jax.block_until_ready(program(pair.params, state, jnp.int32(1)))
+    device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}"
+    return {
+        "to first token": token, "of it tracing and compiling": compiled,
+        "to first round": time.perf_counter() - begin, "of it tracing and compiling too": compiled + more,
+        "device": device,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
