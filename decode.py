@@ -93,6 +93,12 @@ flags.DEFINE_enum(
     "What computes attention; pallas also uses our kernels for the rest of a layer. auto: pallas for 16-bit weights on "
     "a Hopper GPU, else xla. pallas without a GPU runs in an interpreter: right, and slow.",
 )
+flags.DEFINE_enum(
+    "xla_flags",
+    "none",
+    ["none", "tested", "print"],
+    "tested: add the XLA flags that were measured with the installed jaxlib (docs/performance.md); print: show them.",
+)
 flags.DEFINE_string("profile", None, "Decode once more, compiled, and write a profiler trace of it into this folder.")
 flags.DEFINE_boolean("compare", False, "Also decode plainly; report whether the tokens are equal, and both rates.")
 flags.DEFINE_string("trace", None, "Store every round's draft logits, tree and accepted path in this .npz file.")
@@ -115,16 +121,23 @@ class UsageError(Exception):
 
 def main(argv: list[str]) -> int:
     """Parses, decodes, prints; returns the exit status."""
+    from jetspec_jax import programs
+    from jetspec_jax.config import ConfigError
+
     try:
         _parse(argv)
+        if FLAGS.xla_flags == "print":
+            print(*programs.tested_flags(), sep="\n")
+            return 0
+        if FLAGS.xla_flags == "tested":
+            programs.apply_flags()
         tree, sampling = _configs()
         ids = _ids("prompt_ids")
-    except (flags.Error, UsageError) as error:
+    except (flags.Error, UsageError, ConfigError) as error:
         return _fail(2, error)
 
     import jax
 
-    from jetspec_jax.config import ConfigError
     from jetspec_jax.speculate import DecodeError
 
     try:
@@ -317,7 +330,6 @@ def _load(tree):
     from jetspec_jax import demo, load
     from jetspec_jax.config import ConfigError
 
-    demo.keep_programs()
     path = FLAGS.target or demo.fetch_target()
     _say(f"loading {FLAGS.target or 'the demo target'}")
     target = load.load_target(path, FLAGS.dtype, FLAGS.attention)

@@ -29,10 +29,8 @@ def main(argv: list[str]) -> int:
 
     import jax
 
-    from jetspec_jax import demo
     from jetspec_jax.training import loop, pipeline
 
-    demo.keep_programs()
     try:
         pipeline.run(config, workdir, log=say)
     except (ConfigError, loop.TrainingError, OSError) as error:

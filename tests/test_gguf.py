@@ -14,7 +14,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file, save_file
 
-from jetspec_jax import demo, load, tokenizer
+from jetspec_jax import demo, load, programs, tokenizer
 from jetspec_jax.config import ConfigError
 from jetspec_jax.gguf_file import GGUF
 
@@ -293,7 +293,7 @@ class TestRefusals:
 
 
 def real_file() -> pathlib.Path:
-    return demo.cache_folder() / pathlib.PurePosixPath(demo.MEMBER).name
+    return programs.cache_folder() / pathlib.PurePosixPath(demo.MEMBER).name
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ FLOORS = [
     | {"options", "processors", "stops"},
     {"attention", "ops", "verify", "checkpoint", "gguf_file"},
     {"models", "drafts", "decoder", "batch", "speculate"},
-    {"load", "baseline", "trace", "demo"},
+    {"load", "baseline", "trace", "demo", "programs"},
     {"training", "evals", "serve"},
 ]
 FLOORS[0] |= {"rope_scaling", "pairing", "arguments"}

@@ -91,7 +91,8 @@ def attend(
     )(length, flat(q), *map(flat, fresh), jnp.repeat(mask, groups, axis=1).astype(jnp.int8), *map(flat, prefix))
     if parts == 1:
         return out[0].reshape(batch, nodes, kv_heads * groups, dim)
-    return _join(*out, (batch, kv_heads, groups, nodes), q.dtype, interpret)
+    value, peak, total = out
+    return _join(value, peak, total, (batch, kv_heads, groups, nodes), q.dtype, interpret)
 
 
 def _kernel(

@@ -32,16 +32,15 @@ def grow(
     def kernel(logp_ref, token_ref, tokens_ref, parents_ref, depths_ref, size_ref):
         b, slot = pl.program_id(0), jnp.arange(wide)
         none = jnp.float32(-jnp.inf)
+        pick = lambda x, hit: jnp.where(hit, x, jnp.zeros_like(x)).sum()
 
         def pop(n, carry):
             open_score, score, depths, rank, tokens, parents, size = carry
             best = open_score.max()
-            # Of equals the node of smaller depth wins, then the child of the first parent. One number says it all.
-            key = jnp.where(open_score == best, (depths * wide + slot) * (width + 1) + rank, depth * wide * (width + 1))
-            key = key.min()
-            r, at, d = key % (width + 1), key // (width + 1) % wide, key // (width + 1) // wide
+            # Of equals the node of smaller depth wins, then the child of the first parent.
+            at = jnp.where(open_score == best, depths * wide + slot, depth * wide).min() % wide
             hit = slot == at
-            base = jnp.where(hit, score, 0.0).sum()
+            d, r, base = pick(depths, hit), pick(rank, hit), pick(score, hit)
             alive = best > none
             found = plgpu.load(token_ref.at[b, d, r], mask=alive, other=0)
             sibling = plgpu.load(logp_ref.at[b, d, r + 1], mask=alive & (r + 1 < width), other=none)

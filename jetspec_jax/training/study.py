@@ -170,7 +170,6 @@ def main(argv: list[str]) -> int:
         for path in given.prompts:
             if not path.is_file():
                 raise ConfigError(f"--prompts={path}: no such file")
-        demo.keep_programs()
         done = run(base, given.workdir, given.prompts, given.limit, on_time, left, say)
         (given.workdir / "study.md").write_text(table(given.workdir, base), encoding="utf-8")
     except (ConfigError, loop.TrainingError, OSError) as error:
