@@ -3,8 +3,9 @@
     python bench/start_up.py --shape qwen3-8b --budget 64
 
 The same program is run twice as a child with the same compilation cache, which is empty the first time. Tracing,
-compiling or finding the compiled program, loading it and running it all count; starting Python, drawing the random
-weights and moving them do not. Prints a table, then one JSON line.
+compiling or finding the compiled program, loading it and running it all count; starting Python and drawing the random
+weights do not. `peak` is all device memory that the process has held at once, `held` that of weights and state. Prints a
+table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -71,12 +72,15 @@ def child(args: argparse.Namespace) -> dict:
     state = jax.block_until_ready(program(pair.params, request))
     token = time.perf_counter() - begin
     program, more = speculate.compiled(decoder.rounds, static, pair.params, state, jnp.int32(1))
-    jax.block_until_ready(program(pair.params, state, jnp.int32(1)))
+    state = jax.block_until_ready(program(pair.params, state, jnp.int32(1)))
+    seconds = time.perf_counter() - begin
+    held = sum(x.nbytes for x in jax.tree.leaves((pair.params, state)))
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}"
     return {
         "to first token": token, "of it tracing and compiling": compiled,
-        "to first round": time.perf_counter() - begin, "of it tracing and compiling too": compiled + more,
-        "device": device,
+        "to first round": seconds, "of it tracing and compiling too": compiled + more,
+        "held GiB": held / 2**30, "peak GiB": peak / 2**30, "device": device,
     }  # fmt: skip
 
 
