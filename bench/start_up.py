@@ -4,8 +4,8 @@
 
 The same program is run twice as a child with the same compilation cache, which is empty the first time. Tracing,
 compiling or finding the compiled program, loading it and running it all count; starting Python and drawing the random
-weights do not. `peak` is all device memory that the process has held at once, `held` that of weights and state. Prints a
-table, then one JSON line.
+weights do not. `peak` is all device memory that the process has held at once, `held` that of weights and state. Prints
+a table, then one JSON line.
 """
 
 from __future__ import annotations
