@@ -16,6 +16,7 @@ from jetspec_jax.attention import CHUNK
 from jetspec_jax.config import SamplingConfig, TreeConfig
 from jetspec_jax.drafts import jetspec
 from jetspec_jax.models import qwen3
+from jetspec_jax.ops import Ops
 from jetspec_jax.sampling import Sampling
 
 # B=2, S=8192: the cache is 100 times all else. The head's context is of another size, so that shapes tell them apart.
@@ -75,6 +76,25 @@ def test_nothing_leaves_the_device():
     assert not HOST_CALLS.findall(text)
     assert set(re.findall(r'custom_call_target="([^"]+)"', text)) <= CUSTOM_CALLS
     assert re.findall(r"\bwhile\(", text)
+
+
+@pytest.mark.parametrize("kernels", ["xla", "pallas"])
+@pytest.mark.parametrize("kind", ["dense", "moe", "llama"])
+def test_no_weight_matrix_is_made_wider(kind, kernels):
+    """In 16 bits products take the weights as they are: the only wide arrays of a round are far smaller."""
+    wide = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 128}
+    how = Ops(kernels)
+    model, params = qwen3.build(tiny.model_config(kind, **wide), jnp.bfloat16, how)
+    draft, head = jetspec.build(tiny.head_config(True, **wide), jnp.bfloat16, ops=how)
+    static, weights = decoder.Decoder(model, draft, 4, 32), {"target": params, "draft": head}
+    row = jax.ShapeDtypeStruct((1,), jnp.int32)
+    tokens, ends = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (8, 2))
+    asked = decoder.Request(tokens, row, row, row, Sampling(None, jax.ShapeDtypeStruct((1,), jnp.uint32)), ends)
+    state = jax.eval_shape(functools.partial(decoder.prefill, static), weights, asked)
+    text = str(jax.make_jaxpr(functools.partial(decoder.step, static))(weights, state))
+    widened = re.findall(r":f32\[([\d,]+)\] = convert_element_type", text)
+    smallest = min(x.size for x in jax.tree.leaves(params["layers"]) if x.ndim > 1 and x.shape[-1] > 4)
+    assert widened and max(math.prod(map(int, x.split(","))) for x in widened) < smallest / 2, widened
 
 
 STUB = tiny.hash_target()
