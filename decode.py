@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import io
 import json
 import os
 import sys
@@ -33,9 +34,9 @@ flags.DEFINE_string("prompt_ids", None, "Prompt as token ids, e.g. 1,2,3; for ch
 flags.DEFINE_string(
     "prompt_file",
     None,
-    'JSONL: {"prompt": ...} or {"messages": [...]} a line; optional id, and options of its own: max_new_tokens, '
-    "min_new_tokens, temperature, seed, top_k, top_p, min_p, the penalties, logit_bias, bad_words, stop, "
-    "stop_token_ids, ignore_eos, include_stop_text, logprobs, budget. Prompts are decoded one after the other.",
+    'JSONL: {"prompt": ...}, {"messages": [...]} or {"prompt_ids": [...]} a line; optional id, and options of its own: '
+    "max_new_tokens, min_new_tokens, temperature, seed, top_k, top_p, min_p, the penalties, logit_bias, bad_words, "
+    "stop, stop_token_ids, ignore_eos, include_stop_text, logprobs, budget. Prompts are decoded one after the other.",
 )
 flags.DEFINE_integer("max_new_tokens", 256, "Most tokens to generate.")
 flags.DEFINE_integer("min_new_tokens", 0, "No end token, stop token or stop string before this many tokens.")
@@ -121,9 +122,12 @@ class UsageError(Exception):
 
 def main(argv: list[str]) -> int:
     """Parses, decodes, prints; returns the exit status."""
-    from jetspec_jax import programs
+    from jetspec_jax import arguments, programs
     from jetspec_jax.config import ConfigError
 
+    for output in (sys.stdout, sys.stderr):  # what a narrow terminal cannot show is escaped
+        if isinstance(output, io.TextIOWrapper):
+            output.reconfigure(errors="backslashreplace")
     try:
         _parse(argv)
         if FLAGS.xla_flags == "print":
@@ -132,8 +136,10 @@ def main(argv: list[str]) -> int:
         if FLAGS.xla_flags == "tested":
             programs.apply_flags()
         tree, sampling = _configs()
-        ids = _ids("prompt_ids")
-    except (flags.Error, UsageError, ConfigError) as error:
+        given = None if FLAGS.prompt_ids is None else arguments.ids("prompt_ids", FLAGS.prompt_ids)
+    except ConfigError as error:
+        return _fail(2, f"--{error}")
+    except (flags.Error, UsageError) as error:
         return _fail(2, error)
 
     import jax
@@ -141,7 +147,7 @@ def main(argv: list[str]) -> int:
     from jetspec_jax.speculate import DecodeError
 
     try:
-        rows = _rows(ids, sampling)
+        rows = _rows(given, sampling)
         if FLAGS.trace:
             open(FLAGS.trace, "ab").close()  # a path that cannot be written is noticed before the work
         if FLAGS.profile:
@@ -150,9 +156,10 @@ def main(argv: list[str]) -> int:
         _say(f"decoding on {_device()}; programs that are new to this machine are compiled first")
         mode = _thinking(target, head)
         for row in rows:  # all are checked before the first is decoded
-            row.prompt = _encode(target, row, mode)
+            row.thinking = None if isinstance(row.prompt, list) and isinstance(row.prompt[0], int) else mode
+            row.prompt = _encode(target, row)
         for row in rows:
-            _decode(target, head, tree, row, mode)
+            _decode(target, head, tree, row)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read our output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -195,6 +202,7 @@ def _parse(argv: list[str]) -> None:
 
 def _configs():
     """Tree and sampling as the flags alone give them."""
+    from jetspec_jax import arguments
     from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 
     prompts = [name for name in ("prompt", "prompt_ids", "prompt_file") if FLAGS[name].value is not None]
@@ -218,7 +226,8 @@ def _configs():
     if FLAGS.logprobs and not FLAGS.json:
         raise UsageError("--logprobs without --json: only the JSON object has room for them; add --json")
     if FLAGS.chat is not None and FLAGS.prompt_ids is not None:
-        raise UsageError("--chat with --prompt_ids: ids are taken as they are; leave --chat out")
+        name = "--chat" if FLAGS.chat else "--nochat"
+        raise UsageError(f"{name} with --prompt_ids: ids are taken as they are; leave {name} out")
     if FLAGS.thinking is not None and (FLAGS.prompt_ids is not None or FLAGS.chat is False):
         other = "--nochat" if FLAGS.chat is False else "--prompt_ids"
         name = "--thinking" if FLAGS.thinking else "--nothinking"
@@ -229,7 +238,8 @@ def _configs():
         sharp = {} if FLAGS.sharpness is None else {"sharpness": FLAGS.sharpness}
         tree = TreeConfig(FLAGS.budget, FLAGS.width, FLAGS.depth, FLAGS.tree or "best_first", **sharp)
         options = {name: FLAGS[name].value for name in PLAIN_OPTIONS}
-        return tree, SamplingConfig(**options, logit_bias=_logit_bias(), stop_token_ids=_ids("stop_token_ids") or ())
+        more = arguments.bias(FLAGS.logit_bias), arguments.ids("stop_token_ids", FLAGS.stop_token_ids)
+        return tree, SamplingConfig(**options, logit_bias=more[0], stop_token_ids=more[1])
     except ConfigError as error:
         raise UsageError(f"--{error}") from None
 
@@ -242,32 +252,7 @@ class Row:
     sampling: Any
     id: Any = None
     where: str = ""  # file and line
-
-
-def _ids(name: str) -> list[int] | None:
-    """Token ids of a flag."""
-    value = FLAGS[name].value
-    if value is None:
-        return None
-    words = value.split(",")
-    if not all(word.strip().isdecimal() for word in words):
-        raise UsageError(f"--{name}={value!r}: give whole numbers with commas, e.g. 1,2,3")
-    return [int(word) for word in words]
-
-
-def _logit_bias() -> dict[int, float]:
-    if FLAGS.logit_bias is None:
-        return {}
-    words = FLAGS.logit_bias.split(",")
-    try:
-        bias = {int(token): float(value) for token, value in (word.split(":") for word in words)}
-    except ValueError:
-        bias = {}
-    if len(bias) != len(words):
-        raise UsageError(
-            f"--logit_bias={FLAGS.logit_bias!r}: give each id once, as TOKEN_ID:NUMBER,... e.g. 5:1.5,7:-2"
-        )
-    return bias
+    thinking: bool | None = None  # how it was rendered
 
 
 def _rows(ids: list[int] | None, sampling) -> list[Row]:
@@ -294,23 +279,24 @@ def _row(line: str, where: str, sampling) -> Row:
         raise ConfigError(f"{where}: not JSON ({error.msg})") from None
     except (RecursionError, ValueError):
         raise ConfigError(f"{where}: not JSON that can be read (nested too deeply, or a number too long)") from None
-    if not isinstance(raw, dict) or len({"prompt", "messages"} & raw.keys()) != 1:
-        raise ConfigError(f'{where}: give {{"prompt": "..."}} or {{"messages": [...]}}')
-    unknown = raw.keys() - {"prompt", "messages", "id", *ROW_OPTIONS}
+    if not isinstance(raw, dict) or len({"prompt", "messages", "prompt_ids"} & raw.keys()) != 1:
+        raise ConfigError(f'{where}: give one of {{"prompt": "..."}}, {{"messages": [...]}}, {{"prompt_ids": [...]}}')
+    unknown = raw.keys() - {"prompt", "messages", "prompt_ids", "id", *ROW_OPTIONS}
     if unknown:
+        known = ", ".join(("prompt", "messages", "prompt_ids", "id", *ROW_OPTIONS))
+        raise ConfigError(f"{where}: unknown key {min(unknown)!r}; known are {known}")
+    kind = next(key for key in ("prompt", "messages", "prompt_ids") if key in raw)
+    prompt, some = raw[kind], isinstance(raw[kind], list) and raw[kind]
+    turn = lambda m: isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+    right = {
+        "prompt": isinstance(prompt, str),
+        "messages": some and all(map(turn, prompt)),
+        "prompt_ids": some and all(type(i) is int for i in prompt),
+    }
+    if not right[kind]:
         raise ConfigError(
-            f"{where}: unknown key {min(unknown)!r}; known are prompt, messages, id, {', '.join(ROW_OPTIONS)}"
+            f"{where}: prompt must be text, messages a list of {{role, content}}, prompt_ids a list of ids"
         )
-    prompt = raw.get("prompt", raw.get("messages"))
-    turns = (
-        isinstance(prompt, list)
-        and prompt
-        and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
-        )
-    )
-    if not (turns if "messages" in raw else isinstance(prompt, str)):
-        raise ConfigError(f"{where}: prompt must be text, messages a list of {{role, content}}")
     if prompt == "":
         raise ConfigError(f"{where}: the prompt is empty; give at least one character")
     given = {name: raw[name] for name in ROW_OPTIONS if name in raw}
@@ -352,7 +338,7 @@ def _thinking(target, head) -> bool | None:
     return pairing.thinking(target, head, FLAGS.thinking) if rendered else None
 
 
-def _encode(target, row: Row, thinking: bool | None) -> list[int]:
+def _encode(target, row: Row) -> list[int]:
     """Token ids of a prompt that fits the target."""
     from jetspec_jax import speculate
     from jetspec_jax.config import ConfigError
@@ -360,16 +346,16 @@ def _encode(target, row: Row, thinking: bool | None) -> list[int]:
     prompt = row.prompt
     try:
         if isinstance(prompt, list) and isinstance(prompt[0], dict):
-            ids = target.encode_messages(prompt, FLAGS.chat, thinking)
+            ids = target.encode_messages(prompt, FLAGS.chat, row.thinking)
         else:
-            ids = speculate.prompt_ids(target, prompt, FLAGS.chat, thinking)
+            ids = speculate.prompt_ids(target, prompt, FLAGS.chat, row.thinking)
         speculate.check(target, ids, row.sampling)
     except ConfigError as error:
         raise ConfigError(f"{row.where}: {error}" if row.where else str(error)) from None
     return ids
 
 
-def _decode(target, head, tree, row: Row, thinking: bool | None) -> None:
+def _decode(target, head, tree, row: Row) -> None:
     import jax
 
     from jetspec_jax import baseline, speculate, trace
@@ -383,7 +369,7 @@ def _decode(target, head, tree, row: Row, thinking: bool | None) -> None:
         for piece in speculate.stream(target, head, ids, tree, row.sampling, **chunk):
             print(piece.text, end="", flush=True)
             result = piece.result
-    result.settings["thinking"] = thinking  # the prompt was rendered here
+    result.settings["thinking"] = row.thinking  # the prompt was rendered here
     if FLAGS.profile:
         with jax.profiler.trace(FLAGS.profile):
             speculate.generate(target, head, [ids], tree, row.sampling, **chunk)

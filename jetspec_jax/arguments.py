@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
+
+from jetspec_jax.options import ConfigError, SamplingConfig
+
+
+def ids(name: str, value: str | None) -> list[int]:
+    """Token ids out of "1,2,3"; none for None."""
+    words = [] if value is None else value.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise ConfigError(f"{name}={value!r}: give whole numbers with commas, e.g. 1,2,3")
+    return [int(word) for word in words]
+
+
+def bias(value: str | None) -> dict[int, float]:
+    """{id: number} out of "5:1.5,7:-2"; nothing for None."""
+    words = [] if value is None else value.split(",")
+    try:
+        found = {int(token): float(number) for token, number in (word.split(":") for word in words)}
+    except ValueError:
+        found = {}
+    if len(found) != len(words):
+        raise ConfigError(f"logit_bias={value!r}: give each id once, as TOKEN_ID:NUMBER,... e.g. 5:1.5,7:-2")
+    return found
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,6 +56,32 @@ class Parser(argparse.ArgumentParser):
             return int(word)
 
         self.add_argument(name, type=number, default=default, help=text)
+
+    def sampling(self) -> None:
+        """Adds the options that choose tokens, under the names of `SamplingConfig`; `sampling_of` reads them."""
+        usual = SamplingConfig()
+        penalties = "repetition_penalty", "presence_penalty", "frequency_penalty"
+        for name in ("temperature", "top_p", "min_p", *penalties):
+            self.add_argument(f"--{name}", type=float, default=getattr(usual, name), help="as of decode.py")
+        for name in ("seed", "top_k", "min_new_tokens"):
+            self.add_argument(f"--{name}", type=int, default=getattr(usual, name), help="as of decode.py")
+        self.add_argument("--logit_bias", metavar="ID:NUMBER,...", help="as of decode.py")
+        self.add_argument("--stop_token_ids", metavar="ID,...", help="as of decode.py")
+        self.add_argument("--bad_words", action="append", default=[], help="as of decode.py; repeatable")
+        self.add_argument("--ignore_eos", action="store_true", help="as of decode.py")
+
+    def sampling_of(self, args: argparse.Namespace) -> SamplingConfig:
+        """What `sampling` added, and `max_new_tokens`; exits with status 2 where a value is wrong."""
+        words = {"logit_bias", "stop_token_ids"}
+        same = {field.name for field in dataclasses.fields(SamplingConfig)} - words - {"budget"}
+        try:
+            return SamplingConfig(
+                **{name: value for name, value in vars(args).items() if name in same},
+                logit_bias=bias(args.logit_bias),
+                stop_token_ids=ids("stop_token_ids", args.stop_token_ids),
+            )
+        except ConfigError as error:
+            self.error(f"--{error}")
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message}", file=sys.stderr)

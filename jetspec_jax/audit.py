@@ -15,14 +15,16 @@ Verdict `tie` (rounding decided between two equally good tokens):
              fault that only shows in 16 bits: rounding spreads both runs about the float32 value alike.
 Everything else is a `defect`. What follows a difference is not compared: the two texts are then different ones.
 
-Prompt files are those of `decode.py --prompt_file`; {"prompt_ids": [...]} lines need no tokenizer. The options hold for
-every prompt. Exit status: 0 no defect, 1 a defect or wrong files, 2 wrong options.
+Prompt files are those of `decode.py --prompt_file` without options in their lines: the options given here hold for
+every prompt. {"prompt_ids": [...]} lines need no tokenizer. Stop strings only cut an output, and are no option here.
+Exit status: 0 no defect, 1 a defect or wrong files, 2 wrong options.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
 import sys
 import time
 from collections.abc import Sequence
@@ -37,6 +39,7 @@ from jetspec_jax import baseline, decoder, demo, load, pairing, speculate
 from jetspec_jax.arguments import Parser
 from jetspec_jax.config import MIN_TEMPERATURE, ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
+from jetspec_jax.evals import prompts as prompt_sets
 from jetspec_jax.ops import XLA
 
 TIE = 1e-4  # of the logits' standard deviation, float32
@@ -268,8 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.positive("--width", None, "as of decode.py")
     parser.positive("--depth", None, "longest drafted path")
     parser.add_argument("--tree", choices=["best_first", "accum_logp"], default="best_first")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.sampling()
     parser.add_argument("--thinking", choices=["on", "off"], help="default: as the head was trained, else off")
     parser.positive("--limit", 100, "prompts of each file")
     parser.positive("--max_prompt_tokens", 1024, "longer prompts are left out")
@@ -280,9 +282,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse(sys.argv[1:] if argv is None else argv)
     try:
         tree = TreeConfig(args.budget, args.width, args.depth, args.tree)
-        sampling = SamplingConfig(args.max_new_tokens, args.temperature, args.seed)
     except ConfigError as error:
         parser.error(f"--{error}")
+    sampling = parser.sampling_of(args)
     if args.head and not args.target:
         parser.error("--head without --target: name both, or neither for the demo pair")
     if args.target and not args.head:
@@ -290,26 +292,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         target = load.load_target(args.target or demo.fetch_target(), args.dtype)
         head = load.load_head(args.head or demo.head_folder(), target)
-        prompts = read(target, head, args)
-        report = audit(target, head, prompts, tree, sampling, args.batch, not args.no_f32)
+        prompts, left = read(target, head, args)
+        report = audit(target, head, prompts, tree, sampling, args.batch, not args.no_f32) | {"left_out": left}
     except (ConfigError, speculate.DecodeError, OSError) as error:
         return _fail(error)
     except jax.errors.JaxRuntimeError as error:
         return _fail(f"{str(error).splitlines()[0][:200]} (if the device is full: a smaller --batch, or --no_f32)")
     print(json.dumps(report) if args.json else text(report))
+    if left and not args.json:
+        print(f"{left} prompts left out: longer than --max_prompt_tokens, or behind the first --limit of their file")
     return 1 if report["defects"] else 0
 
 
-def read(target, head, args) -> list[list[int]]:
-    """Token ids of all files' prompts, in the thinking mode of the head unless another is asked for."""
+def read(target, head, args) -> tuple[list[list[int]], int]:
+    """Token ids of all files' prompts, in the thinking mode of the head unless another is asked for.
+
+    Also how many prompts are left out, because they are too long or behind the first `--limit` of their file.
+    """
     asked = None if args.thinking is None else args.thinking == "on"
     mode = pairing.thinking(target, head, asked)
-    ids = [
-        row for path in args.prompts for row in acceptance.read(target, path, args.limit, args.max_prompt_tokens, mode)
-    ]
+    files = [prompt_sets.encode(target, pathlib.Path(path), mode) for path in args.prompts]
+    ids = [row for rows in files for row in acceptance.short(rows, args.limit, args.max_prompt_tokens)]
     if not ids:
         raise ConfigError(f"--max_prompt_tokens={args.max_prompt_tokens}: no prompt of {args.prompts[0]} is that short")
-    return ids
+    return ids, sum(map(len, files)) - len(ids)
 
 
 def _fail(error) -> int:

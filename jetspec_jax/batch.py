@@ -24,7 +24,13 @@ def resolve(target, option: SamplingConfig) -> SamplingConfig:
     for name in ("stop", "bad_words"):
         texts = [text for text in getattr(option, name) if isinstance(text, str)]
         if texts and target.tokenizer is None:
-            raise ConfigError(f"{name}={texts[0]!r}: {target.source} has no tokenizer; give token ids")
+            instead = "give stop_token_ids" if name == "stop" else "give sequences of token ids (in Python)"
+            raise ConfigError(f"{name}={texts[0]!r}: {target.source} has no tokenizer; {instead}, or leave it out")
+    for text in option.stop:
+        ids = target.tokenizer.encode(text)
+        if ids and not target.tokenizer.decode(ids):
+            named = ",".join(map(str, ids))
+            raise ConfigError(f"stop={text!r}: special tokens are no part of the text; give stop_token_ids={named}")
     eos = () if option.ignore_eos else target.eos if option.eos is None else option.eos
     return dataclasses.replace(option, eos=tuple(eos), bad_words=_banned(target, option))
 

@@ -94,7 +94,8 @@ def _mask(target, config: HeadConfig) -> tuple[str, str]:
 
 
 def _thinking(target, metadata: dict[str, Any]) -> tuple[str, str]:
-    trained = {True: "with", False: "without"}.get(metadata.get("thinking"))  # type: ignore[arg-type]
+    said = metadata.get("thinking")
+    trained = ("with" if said else "without") if isinstance(said, bool) else None
     if target.tokenizer is None or not target.tokenizer.knows_thinking:
         return ("note" if trained == "with" else "ok"), "the target's template has no switch for it"
     if trained is None:
@@ -102,8 +103,13 @@ def _thinking(target, metadata: dict[str, Any]) -> tuple[str, str]:
     return "ok", f"trained {trained} thinking, and decoded so unless asked otherwise"
 
 
-def measure(target, head, prompts: list[list[int]], new: int) -> tuple[list[Finding], dict[str, Any]]:
-    """Decodes the prompts, and tries the other configurations on the answers; findings and figures."""
+def measure(
+    target, head, prompts: list[list[int]], new: int, text: bool = True
+) -> tuple[list[Finding], dict[str, Any]]:
+    """Decodes the prompts, and tries the other configurations on the answers; findings and figures.
+
+    text: whether the prompts mean anything. Drafts of made-up ids may fail in a right pair.
+    """
     results = speculate.generate(target, head, prompts, TreeConfig(BUDGET), SamplingConfig(new))
     assert isinstance(results, list)  # a list of prompts gives a list
     rounds = sum(r.rounds for r in results)
@@ -117,6 +123,9 @@ def measure(target, head, prompts: list[list[int]], new: int) -> tuple[list[Find
         findings.append(Finding("acceptance", "note", f"only {rounds} rounds: the answers are too short to tell"))
     elif length >= POOR:
         findings.append(Finding("acceptance", "ok", f"{length:.2f} tokens a round at budget {BUDGET}, {rounds} rounds"))
+    elif not text:
+        line = f"{length:.2f} tokens a round, but the prompts are made-up ids: give --prompts with text or its ids"
+        findings.append(Finding("acceptance", "note", line))
     else:
         why = "" if findings else f"; {_unexplained(target, head)}"
         findings.append(Finding("acceptance", "wrong", f"{length:.2f} tokens a round at budget {BUDGET}{why}"))
@@ -198,7 +207,8 @@ def examine(source: str, head_source: str, dtype: str | None, prompts: str | Non
             findings.append(Finding("head", "wrong", str(error)))
     else:
         mode = pairing.thinking(target, head, None)
-        measured, figures = measure(target, head, read(target, mode, prompts), new)
+        text = prompts is not None or target.tokenizer is not None
+        measured, figures = measure(target, head, read(target, mode, prompts), new, text)
         findings += measured
     return {
         "belong": not any(f.status == "wrong" for f in findings),

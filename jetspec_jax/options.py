@@ -111,28 +111,28 @@ class SamplingConfig:
             value = getattr(self, name)
             if not whole(value) or not 0 <= value < 2**31:
                 off = " (0 keeps all)" if name == "top_k" else ""
-                raise ConfigError(f"{name}={value}: give a whole number >= 0{off}")
+                raise ConfigError(f"{name}={value!r}: give a whole number >= 0{off}")
         if self.min_new_tokens > self.max_new_tokens:
             raise ConfigError(
                 f"min_new_tokens={self.min_new_tokens} contradicts max_new_tokens={self.max_new_tokens}; "
                 "give at most as many"
             )
         if not _real(self.temperature) or not 0 <= self.temperature <= 1e30:
-            raise ConfigError(f"temperature={self.temperature}: give a finite number >= 0 (0 is greedy)")
+            raise ConfigError(f"temperature={self.temperature!r}: give a finite number >= 0 (0 is greedy)")
         if not whole(self.seed) or not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed={self.seed}: give a whole number in 0..{2**32 - 1}")
+            raise ConfigError(f"seed={self.seed!r}: give a whole number in 0..{2**32 - 1}")
         if not _real(self.top_p) or not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={self.top_p}: give a number in (0, 1] (1 keeps all)")
+            raise ConfigError(f"top_p={self.top_p!r}: give a number in (0, 1] (1 keeps all)")
         _check_real(self, "min_p", 0, 1, "(0 keeps all)")
         if not _real(self.repetition_penalty) or not 0 < self.repetition_penalty <= 1e6:
-            raise ConfigError(f"repetition_penalty={self.repetition_penalty}: give a number in (0, 1e6] (1 is off)")
+            raise ConfigError(f"repetition_penalty={self.repetition_penalty!r}: give a number in (0, 1e6] (1 is off)")
         _check_real(self, "presence_penalty", -1e6, 1e6, "(0 is off)")
         _check_real(self, "frequency_penalty", -1e6, 1e6, "(0 is off)")
         for name in ("ignore_eos", "include_stop_text", "logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give true or false")
         if self.eos is not None and not _ids(self.eos):
-            raise ConfigError(f"eos={self.eos}: give a tuple of token ids, or None for the target's own")
+            raise ConfigError(f"eos={self.eos!r}: give a tuple of token ids, or None for the target's own")
         if self.ignore_eos and self.eos:
             raise ConfigError(f"ignore_eos contradicts eos={self.eos}; leave one of them out")
         if not _ids(self.stop_token_ids):
@@ -149,6 +149,7 @@ class SamplingConfig:
         given = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(given, tuple | list) or not all(isinstance(s, str) and s for s in given):
             raise ConfigError(f"stop={self.stop!r}: give a text of at least one character, or a list of them")
+        _check_text("stop", given)
         return tuple(given)
 
     def _logit_bias(self) -> tuple[tuple[int, float], ...]:
@@ -157,7 +158,7 @@ class SamplingConfig:
         pairs: list[Any] = list(items) if isinstance(items, Iterable) else [items]
         try:  # the keys of a JSON object are text
             found = {int(token): float(value) for token, value in pairs if not isinstance(token, float | bool)}
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             found = {}
         if len(found) != len(pairs) or not all(map(math.isfinite, found.values())):
             raise ConfigError(f"logit_bias={given!r}: give {{token id: finite number}}, each token once")
@@ -165,7 +166,8 @@ class SamplingConfig:
 
     def _bad_words(self) -> tuple[str | tuple[int, ...], ...]:
         given = self.bad_words
-        if isinstance(given, tuple | list) and all(w and (isinstance(w, str) or _ids(w)) for w in given):
+        if isinstance(given, tuple | list) and all((isinstance(w, str) or _ids(w)) and w for w in given):
+            _check_text("bad_words", given)
             return tuple(w if isinstance(w, str) else tuple(w) for w in given)
         raise ConfigError(f"bad_words={given!r}: give a list of texts or of sequences of token ids, none of them empty")
 
@@ -183,12 +185,18 @@ def _ids(value: Any) -> bool:
     return isinstance(value, tuple | list) and all(map(whole, value))
 
 
+def _check_text(name: str, values: Iterable[Any]) -> None:
+    for text in values:
+        if isinstance(text, str) and any("\ud800" <= c <= "\udfff" for c in text):
+            raise ConfigError(f"{name}={text!r}: not Unicode text (half a surrogate pair, or bytes that are not UTF-8)")
+
+
 def _check_real(config, name: str, low: float, high: float, hint: str) -> None:
     value = getattr(config, name)
     if not _real(value) or not low <= value <= high:
-        raise ConfigError(f"{name}={value}: give a number in {low:g}..{high:g} {hint}")
+        raise ConfigError(f"{name}={value!r}: give a number in {low:g}..{high:g} {hint}")
 
 
 def _check_budget(name: str, value: Any) -> None:
     if value is not None and not (whole(value) and 1 <= value <= MAX_BUDGET):
-        raise ConfigError(f"{name}={value}: give a whole number in 1..{MAX_BUDGET}")
+        raise ConfigError(f"{name}={value!r}: give a whole number in 1..{MAX_BUDGET}")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from jetspec_jax.config import ConfigError
 
 FAMILIES = {"jetspec": True, "dflash": False}  # whether the block of the family is causal
+MANY, HARDLY = 32, 1.1  # rounds, and tokens a round (one is the target's own), from which drafts are called useless
 _SAID: set[str] = set()
 
 
@@ -54,22 +55,37 @@ def thinking(target, head, asked: bool | None) -> bool | None:
 
 def note_length(head, longest: int) -> None:
     """Says once that a request goes beyond the rows that the head was trained on."""
-    trained = metadata(head).get("training_length")
+    trained, config = metadata(head).get("training_length"), getattr(head, "config", None)
     if isinstance(trained, int) and longest > trained:
+        said = f"trained on rows of {trained} tokens"
+    elif config is not None and longest > config.max_positions:
+        said = f"made for {config.max_positions} positions"
+    else:
+        return
+    warn(
+        f"{head.source}: {said}, and a request may reach {longest}; beyond, drafts may be accepted less often "
+        "(the output stays exact)"
+    )
+
+
+def note_acceptance(target, head, rounds: int, length: float) -> None:
+    """Says once that next to no draft was accepted in many rounds."""
+    if rounds >= MANY and length < HARDLY:
         warn(
-            f"{head.source}: trained on rows of {trained} tokens, and a request may reach {longest}; "
-            "beyond, drafts may be accepted less often (the output stays exact)"
+            f"{head.source}: {rounds} rounds committed {length:.2f} tokens each, so next to no draft was accepted; "
+            "likely causes: trained for another target, other taps or mask id, text unlike its training, a high "
+            f"temperature; `python -m jetspec_jax.doctor {target.source} {head.source}` looks for them"
         )
 
 
 def oddities(config, found: dict) -> list[str]:
     """What is odd about a head's jetspec.json, beside its configuration; one line each."""
     lines, family = [], found.get("family")
-    if family is not None and family not in FAMILIES:
+    if family is not None and not (isinstance(family, str) and family in FAMILIES):
         lines.append(f"family is {family!r}; known are {', '.join(FAMILIES)}, and it is run as one of these")
     elif family is not None and FAMILIES[family] != config.causal:
         lines.append(f"family is {family!r}, but config.json says that the block is {_block(config.causal)}")
-    if found.get("thinking") not in (None, True, False):
+    if found.get("thinking") is not None and not isinstance(found["thinking"], bool):
         lines.append(f"thinking is {found['thinking']!r}; true, false or null is understood")
     length = found.get("training_length")
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < config.block_size):

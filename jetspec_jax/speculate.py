@@ -175,14 +175,16 @@ class Flight:
         self, target, head, ids, sampling, tree: TreeConfig, single: bool, watch: bool, chunk: int,
         thinking: bool | None,
     ):  # fmt: skip
-        self.single, self._target, self._ids = single, target, ids
+        self.single, self._target, self._head, self._ids = single, target, head, ids
         usual = int(tree.budget or DEFAULT_BUDGET[jax.default_backend()])
         budgets = [o.budget or usual for o in sampling]
         budget = max(budgets)
         draft = None if head is None or budget == 1 else head.draft
         rows = batch.power(budget, 2) if draft else 1
         if head is not None and (tree.depth or 0) > head.draft.depth:
-            raise ConfigError(f"depth={tree.depth}: this head drafts at most {head.draft.depth} positions a round")
+            raise ConfigError(
+                f"depth={tree.depth}: this head drafts at most {head.draft.depth} positions a round; give that or less"
+            )
         if draft:  # no path is longer than the tree has rows
             draft = dataclasses.replace(draft, depth=min(tree.depth or draft.depth, rows - 1))
         longest = max(len(i) + s.max_new_tokens for i, s in zip(ids, sampling, strict=True))
@@ -270,12 +272,18 @@ class Flight:
     def results(self) -> list[Result]:
         """One result for each prompt, once all rows have ended."""
         state = jax.device_get(self.state._replace(cache=(), draft=None))
-        return [self._result(state, row) for row in range(len(self._ids))]
+        results = [self._result(state, row) for row in range(len(self._ids))]
+        if self.decoder.draft:
+            rounds = sum(r.rounds for r in results)
+            committed = sum(sum(r.accept_lengths) for r in results)
+            pairing.note_acceptance(self._target, self._head, rounds, committed / max(rounds, 1))
+        return results
 
     def _result(self, s: State, row: int) -> Result:
         if s.reason[row] == NONFINITE:
+            where = f" of prompt {row}" if len(self._ids) > 1 else ""
             raise DecodeError(
-                f"the target's logits are not finite in {self._target.dtype} at position {s.length[row]}; "
+                f"the target's logits are not finite in {self._target.dtype} at position {s.length[row]}{where}; "
                 "try --dtype float32 or bfloat16"
             )
         ids = s.tokens[row, s.prompt_length[row] : s.length[row]].tolist()
@@ -345,12 +353,22 @@ def start(
 
     watch: keep the text of every row up to date, as streaming needs it.
     """
+    if not isinstance(prompts, Iterable):
+        raise ConfigError(f"prompts={prompts!r}: give text, token ids, or a list of either")
+    prompts = prompts if isinstance(prompts, str) else list(prompts)
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral))
-    prompts = [prompts] if single else list(prompts)
+    prompts = [prompts] if single else prompts
     if not prompts:
         raise ConfigError("prompts: the list is empty; give at least one prompt")
-    sampling = sampling or SamplingConfig()
-    options = [sampling] * len(prompts) if isinstance(sampling, SamplingConfig) else list(sampling)
+    if head is not None and not hasattr(head, "draft"):
+        raise ConfigError(f"head={type(head).__name__}: give what load_head returns, or None for plain decoding")
+    if not isinstance(tree, TreeConfig | None):
+        raise ConfigError(f"tree={tree!r}: give a TreeConfig, or None")
+    sampling = SamplingConfig() if sampling is None else sampling
+    options = [sampling] * len(prompts) if isinstance(sampling, SamplingConfig) else sampling
+    if not isinstance(options, Sequence) or not all(isinstance(o, SamplingConfig) for o in options):
+        raise ConfigError(f"sampling={sampling!r}: give a SamplingConfig, or a list with one for each prompt")
+    options = list(options)
     if len(options) != len(prompts):
         raise ConfigError(f"sampling: {len(options)} configurations for {len(prompts)} prompts; give one, or one each")
     chunk = DEFAULT_CHUNK if prefill_chunk is None else prefill_chunk
@@ -358,6 +376,8 @@ def start(
         raise ConfigError(f"prefill_chunk={chunk}: give a whole number of tokens >= 1 (default {DEFAULT_CHUNK})")
     if head is not None:
         pairing.check(target, head)
+    if chat and not any(isinstance(prompt, str) for prompt in prompts):
+        raise ConfigError("chat=True: token ids are taken as they are; leave the option out")
     mode = pairing.thinking(target, head, thinking) if pairing.rendered(prompts, chat, thinking) else None
     ids = [prompt_ids(target, prompt, chat, mode) for prompt in prompts]
     for row, option in zip(ids, options, strict=True):

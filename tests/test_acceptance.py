@@ -1,8 +1,10 @@
 """The acceptance-length report: pooled over rounds, compared with plain decoding."""
 
+import dataclasses
 import pathlib
 
 import pytest
+import tiny
 
 from jetspec_jax import load, speculate
 from jetspec_jax.config import SamplingConfig, TreeConfig
@@ -30,6 +32,29 @@ def test_rounds_are_pooled_over_prompts(pair):
     low, high = got["interval_95"]
     assert 1 <= low <= got["acceptance_length"] <= high <= 8
     assert acceptance.differing(target, PROMPTS, got["token_ids"], sampling, batch=4)["equal"] == 4
+
+
+def test_every_figure_of_known_rounds():
+    """FC-49: rounds that accept 0, 2 and 5 of 5 drafts. FC-50: rounds are pooled, each prompt's length is given too."""
+    base = speculate.generate(tiny.target("dense"), None, [1], None, SamplingConfig(1))
+    result = lambda lengths: dataclasses.replace(
+        base,
+        rounds=len(lengths),
+        accept_lengths=lengths,
+        emitted=lengths,
+        acceptance_length=sum(lengths) / len(lengths),
+    )
+    one = acceptance.pooled([result([1, 3, 6])])
+    assert one["emitted_per_round"] == one["acceptance_length"] == pytest.approx(10 / 3)
+    assert one["accepted_per_round"] == pytest.approx(7 / 3)
+    assert one["reached"] == pytest.approx([2 / 3, 2 / 3, 1 / 3, 1 / 3, 1 / 3])
+    assert one["conditional"] == pytest.approx([2 / 3, 1, 1 / 2, 1, 1])
+    both = acceptance.pooled([result([1, 3, 6]), result([2])])
+    assert both["acceptance_length"] == 12 / 4 and both["acceptance_lengths"] == pytest.approx([10 / 3, 2])
+    cut = dataclasses.replace(result([1, 3, 6]), emitted=[1, 3, 2])
+    assert acceptance.pooled([cut])["emitted_per_round"] == 2
+    none = acceptance.pooled([dataclasses.replace(base, rounds=0, accept_lengths=[], emitted=[])])
+    assert none["acceptance_length"] == 0 and none["conditional"] == [None]
 
 
 def test_a_changed_token_is_reported_with_its_margin(pair):

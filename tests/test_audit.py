@@ -176,6 +176,17 @@ class TestCommand:
         report = json.loads(out)
         assert report["equal"] == 2 and report["tokens"] == report["tokens_compared"] > 20
 
+    def test_options_reach_the_decoding_and_what_is_left_out_is_said(self, tmp_path, capsys):
+        options = ["--temperature=1", "--seed=3", "--top_p=0.9", "--logit_bias=5:2", "--stop_token_ids=7"]
+        lines = '{"prompt_ids": [11, 12, 17]}', '{"prompt_ids": [1, 2, 3, 4, 5]}', '{"prompt_ids": [5]}'
+        args = self.args(tmp_path, *options, "--max_prompt_tokens=4", lines=lines)
+        assert audit.main([*args, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        got = report["settings"]
+        assert (got["temperature"], got["top_p"], got["logit_bias"], got["stop_token_ids"]) == (1, 0.9, [[5, 2.0]], [7])
+        assert report["equal"] == 2 and report["left_out"] == 1
+        assert audit.main(args) == 0 and "1 prompts left out" in capsys.readouterr().out
+
     def test_a_defect_is_status_1(self, tmp_path, capsys, monkeypatch):
         made = audit.audit
         monkeypatch.setattr(audit, "audit", lambda *a: made(*a) | {"defects": 1})
@@ -187,7 +198,9 @@ class TestCommand:
         [
             (["--budgt", "3"], ("--budgt", "--budget")), (["--budget", "0"], ("--budget", "0")),
             (["--batch", "x"], ("--batch", "x")), (["--dtype", "int8"], ("--dtype", "int8")),
-            (["--temperature", "-1"], ("--temperature=-1",)), (["--thinking", "maybe"], ("--thinking", "maybe")),
+            (["--temperature", "-1"], ("--temperature=-1",)), (["--logit_bias", "x"], ("--logit_bias='x'",)),
+            (["--stop_token_ids", "1;2"], ("--stop_token_ids",)), (["--top_p", "0"], ("--top_p=0",)),
+            (["--thinking", "maybe"], ("--thinking", "maybe")),
         ],
     )  # fmt: skip
     def test_wrong_options(self, tmp_path, capsys, more, words):
@@ -203,6 +216,8 @@ class TestCommand:
             (['{"prompt_ids": [1]}', '{"prompt": "a", "messages": []}'], "prompt 2: give one of"),
             (['{"messages": "x"}'], "messages"), (['{"messages": []}'], "messages"),
             (['{"prompt": "hi"}'], "no tokenizer"), (['{"prompt_ids": []}'], "prompt_ids"),
+            (['{"prompt_ids": [1], "top_p": 0.3}'], "prompt 1: top_p: options of a line are for decode.py"),
+            (['{"prompt_ids": [1], "nonsense": 1}'], "nonsense: the keys are"),
             (['{"prompt_ids": ["1"]}'], "ids"), (['{"prompt_ids": [64]}'], "0..63"), ([""], "no prompt"),
             (['{"prompt_ids": [' + "1," * 2000 + "1]}"], "--max_prompt_tokens"),
         ],

@@ -1,5 +1,6 @@
 """`decode.py` as users call it: parity with the published engine, output formats, and one line for every mistake."""
 
+import io
 import json
 import pathlib
 import shutil
@@ -189,6 +190,26 @@ def test_max_new_tokens_zero_gives_empty_lists(capsys):
     assert got["finish_reason"] == "length"
 
 
+def test_lines_of_token_ids_need_no_tokenizer(capsys, tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt_ids": [3, 1, 4]}\n{"prompt_ids": [5], "max_new_tokens": 2, "id": "b"}\n')
+    status, out, _ = run(capsys, *pair(), "--prompt_file", file, "--json", "--max_new_tokens=4", "--ignore_eos")
+    first, second = map(json.loads, out.splitlines())
+    assert status == 0 and first["prompt_ids"] == [3, 1, 4] and first["new_tokens"] == 4
+    assert second["id"] == "b" and second["new_tokens"] == 2 and second["settings"]["thinking"] is None
+    file.write_text('{"prompt_ids": [true]}\n')
+    status, _, err = run(capsys, *pair(), "--prompt_file", file)
+    assert status == 1 and "prompt_ids a list of token ids" in err
+
+
+def test_text_that_a_terminal_cannot_show_is_escaped(capsys, monkeypatch):
+    narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", narrow)
+    assert run(capsys, "--prompt_ids=x")[0] == 2
+    print("早", file=narrow, flush=True)
+    assert narrow.buffer.getvalue() == b"\\u65e9\n"
+
+
 def test_prompt_file_needs_a_tokenizer_here_and_says_so(capsys, tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text('{"id": 3, "prompt": "hello"}\n')
@@ -219,6 +240,7 @@ FLAG_MISTAKES = [
     (["--prompt", "x", "--json", "--stream"], "contradicts"),
     (["--prompt", "x", "--target", "t"], "--head"),
     (["--prompt_ids", "1", "--chat"], "--chat"),
+    (["--prompt_ids", "1", "--nochat"], "--nochat with"),
     (["--prompt_file", "f", "--trace", "t"], "--trace"),
     (["a prompt"], "--prompt"),
     (["--prompt", "x", "--notarget"], "no such flag"),

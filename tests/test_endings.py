@@ -28,7 +28,7 @@ class Letters(Tokenizer):
         return b"".join(PIECES[i] for i in ids).decode("utf-8", "replace")
 
     def encode(self, text):
-        return [PIECES.index(c.encode()) for c in text]
+        return [PIECES.index(c.encode()) for c in text if c.encode() in PIECES]
 
     has_chat_template = False
 
@@ -215,7 +215,7 @@ REFUSED = [
     ({"top_p": 1.1}, "top_p=1.1"),
     ({"min_p": -0.1}, "min_p"), ({"min_p": float("nan")}, "min_p=nan"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
-    ({"presence_penalty": float("inf")}, "presence_penalty=inf"), ({"frequency_penalty": "x"}, "frequency_penalty=x"),
+    ({"presence_penalty": float("inf")}, "presence_penalty=inf"), ({"frequency_penalty": "x"}, "frequency_penalty='x'"),
     ({"logit_bias": {"x": 1.0}}, "logit_bias"), ({"logit_bias": {3: float("nan")}}, "logit_bias"),
     ({"bad_words": [""]}, "bad_words"), ({"bad_words": [[]]}, "bad_words"), ({"bad_words": "no"}, "bad_words"),
     ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens=9 contradicts max_new_tokens=8"),
@@ -223,6 +223,39 @@ REFUSED = [
     ({"stop_token_ids": [1.5]}, "stop_token_ids"), ({"ignore_eos": 1}, "ignore_eos=1"), ({"budget": 0}, "budget=0"),
     ({"ignore_eos": True, "eos": (3,)}, "ignore_eos contradicts eos"), ({"logprobs": "yes"}, "logprobs"),
 ]  # fmt: skip
+
+
+def test_a_stop_text_without_text_is_refused_with_the_id():
+    class Special(Letters):
+        def encode(self, text):
+            return [END] if text == "<end>" else super().encode(text)
+
+    loaded = dataclasses.replace(LOADED, tokenizer=Special(None))
+    with pytest.raises(ConfigError, match=r"stop='<end>': special tokens .* stop_token_ids=36"):
+        speculate.start(loaded, None, PROMPT, None, SamplingConfig(4, stop="<end>"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sampling": {"temperature": 1}}, "sampling={'temperature': 1}: give a SamplingConfig"),
+        ({"sampling": [None]}, "sampling=[None]"), ({"sampling": []}, "0 configurations for 1 prompts"),
+        ({"tree": {"budget": 4}}, "tree={'budget': 4}: give a TreeConfig"),
+        ({"head": LOADED}, "head=Loaded: give what"),
+        ({"prompts": 5}, "prompts=5"), ({"chat": True}, "chat=True: token ids"),
+    ],
+)  # fmt: skip
+def test_arguments_of_another_kind_are_refused_by_name(given, message):
+    arguments = {"target": LOADED, "head": None, "prompts": PROMPT} | given
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        speculate.start(**arguments)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("given", [{"stop": "\udcff"}, {"bad_words": ["\udcff"]}, {"logit_bias": {3: 10**400}}])
+def test_text_that_is_none_and_numbers_too_large(given):
+    with pytest.raises(ConfigError, match=next(iter(given))):
+        SamplingConfig(**given)
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED, ids=str)

@@ -109,8 +109,12 @@ class TestTheHeadsOwnWords:
     def test_training_length_that_is_none(self, length):
         assert repr(length) in pairing.oddities(tiny.head_config(True), {"training_length": length})[0]
 
-    def test_thinking_that_is_none(self):
-        assert "'off'" in pairing.oddities(tiny.head_config(True), {"thinking": "off"})[0]
+    @pytest.mark.parametrize("value", ["off", ["on"], {}, 1])
+    def test_thinking_that_is_none(self, value):
+        assert repr(value) in pairing.oddities(tiny.head_config(True), {"thinking": value})[0]
+
+    def test_family_that_is_no_text(self):
+        assert "['x']" in pairing.oddities(tiny.head_config(True), {"family": ["x"]})[0]
 
     def test_a_request_beyond_the_trained_length_is_said_once(self, tok, capsys):
         loaded, short = target(tok), dataclasses.replace(head(training_length=20))
@@ -119,6 +123,24 @@ class TestTheHeadsOwnWords:
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 2 and all("20 tokens" in line and "exact" in line for line in lines)
         assert "may reach 21" in lines[0]
+
+
+def test_a_request_beyond_the_heads_positions_is_said(tok, capsys):
+    config = tiny.head_config(True, max_positions=16)
+    short = dataclasses.replace(tiny.head(True), config=config)
+    pairing.note_length(short, 16)
+    assert not capsys.readouterr().err
+    pairing.note_length(short, 17)
+    assert "made for 16 positions, and a request may reach 17" in capsys.readouterr().err
+
+
+def test_drafts_that_are_never_accepted_are_said_once(capsys):
+    """FC-35: the line names likely causes and the command that looks for them."""
+    loaded, useless = tiny.target("dense"), tiny.head(True)
+    for new in (20, 60, 60):
+        speculate.generate(loaded, useless, [1, 2, 3], TreeConfig(2, 1), SamplingConfig(new, ignore_eos=True))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "next to no draft was accepted" in lines[0] and "jetspec_jax.doctor" in lines[0]
 
 
 def test_a_head_loaded_for_another_target_is_refused():

@@ -4,7 +4,8 @@
 
 Each file is JSONL as `decode.py --prompt_file` reads it (`jetspec_jax.evals.prompts` writes the usual sets). The first
 `--limit` prompts of at most `--max_prompt_tokens` tokens are decoded in batches; rounds are pooled over prompts, and
-the interval is a 95 % bootstrap over prompts. Prints a table, then one JSON line.
+the interval is a 95 % bootstrap over prompts. Prints a table, then one JSON line, which also has each prompt's length
+and how often a round reached each drafted position.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import pathlib
 import sys
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -38,19 +40,37 @@ def measure(target, head, prompts: list[list[int]], tree: TreeConfig, sampling: 
         for row, result in zip(rows, outputs, strict=True):
             found[row] = result
     seconds = time.perf_counter() - begin
-    results = [found[i] for i in range(len(prompts))]
+    return pooled([found[i] for i in range(len(prompts))]) | {"seconds": seconds}
+
+
+def pooled(results: Sequence[speculate.Result]) -> dict:
+    """What the rounds of all results say together, and each result's own length.
+
+    acceptance_length: tokens that a round verified, its bonus token included, over all rounds of all prompts.
+    emitted_per_round: tokens of a round that reached the output, which ends and limits cut.
+    accepted_per_round: drafted tokens of them, without the bonus.
+    reached: share of rounds that accepted at least 1, 2, ... drafted tokens; conditional: of those rounds that accepted
+        the one before (None where no round did).
+    """
     rounds = np.array([r.rounds for r in results])
     accepted = np.array([sum(r.accept_lengths) for r in results])
+    drafted = np.array([n - 1 for r in results for n in r.accept_lengths])
+    count = [int((drafted >= k).sum()) for k in range(max(drafted.max(initial=0), 1) + 1)]
+    total = max(int(rounds.sum()), 1)
     draws = np.random.default_rng(0).integers(0, len(results), (2000, len(results)))
-    pooled = accepted[draws].sum(1) / np.maximum(rounds[draws].sum(1), 1)
+    spread = accepted[draws].sum(1) / np.maximum(rounds[draws].sum(1), 1)
     return {
         "prompts": len(results),
         "rounds": int(rounds.sum()),
         "new_tokens": sum(r.new_tokens for r in results),
-        "acceptance_length": float(accepted.sum() / max(rounds.sum(), 1)),
-        "interval_95": [float(x) for x in np.percentile(pooled, (2.5, 97.5))],
+        "acceptance_length": float(accepted.sum() / total),
+        "interval_95": [float(x) for x in np.percentile(spread, (2.5, 97.5))],
+        "emitted_per_round": sum(sum(r.emitted) for r in results) / total,
+        "accepted_per_round": float(drafted.sum() / total),
+        "reached": [n / total for n in count[1:]],
+        "conditional": [n / before if before else None for before, n in itertools.pairwise(count)],
+        "acceptance_lengths": [r.acceptance_length for r in results],  # of each prompt
         "stopped": sum(r.finish_reason == "stop" for r in results),
-        "seconds": seconds,
         "token_ids": [r.token_ids for r in results],
     }
 
@@ -74,8 +94,12 @@ def differing(target, prompts, outputs, sampling: SamplingConfig, batch: int) ->
 
 def read(target, path: str, limit: int, max_prompt_tokens: int, thinking: bool | None = None) -> list[list[int]]:
     """Token ids of the first `limit` prompts that are short enough."""
-    ids = prompt_sets.encode(target, pathlib.Path(path), thinking)
-    return [i for i in ids if len(i) <= max_prompt_tokens][:limit]
+    return short(prompt_sets.encode(target, pathlib.Path(path), thinking), limit, max_prompt_tokens)
+
+
+def short(prompts: list[list[int]], limit: int, most: int) -> list[list[int]]:
+    """The first `limit` prompts of at most `most` tokens."""
+    return [ids for ids in prompts if len(ids) <= most][:limit]
 
 
 def main() -> int:
@@ -124,8 +148,9 @@ def main() -> int:
                 low, high = row["interval_95"]
                 print(
                     f"{of['set']:14} budget {budget:4} T {warm:g} sharpness {sharp:g}  acceptance length "
-                    f"{row['acceptance_length']:.2f} ({low:.2f}-{high:.2f})  {row['prompts']} prompts, "
-                    f"{row['rounds']} rounds  {row.get('plain', '')}",
+                    f"{row['acceptance_length']:.2f} ({low:.2f}-{high:.2f})  accepted drafts "
+                    f"{row['accepted_per_round']:.2f}, emitted {row['emitted_per_round']:.2f} a round  "
+                    f"{row['prompts']} prompts, {row['rounds']} rounds  {row.get('plain', '')}",
                     flush=True,
                 )
     except (ConfigError, OSError) as error:

@@ -9,6 +9,7 @@ object a line.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jetspec_jax import speculate
-from jetspec_jax.config import ConfigError
+from jetspec_jax.config import ConfigError, SamplingConfig
 
+OPTIONS = {field.name for field in dataclasses.fields(SamplingConfig)}
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -92,7 +94,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def encode(target, path: Path, thinking: bool | None = None) -> list[list[int]]:
-    """Token ids of a prompt file: {"prompt": text}, {"messages": [...]} or {"prompt_ids": [...]} a line.
+    """Token ids of a prompt file: {"prompt": text}, {"messages": [...]} or {"prompt_ids": [...]} a line, and an id.
+
+    Options in a line are refused: what reads files this way decodes all prompts alike.
 
     target: what `load_target` returns; a file of ids alone needs no tokenizer.
 
@@ -114,6 +118,14 @@ def _encode(target, row: dict[str, Any], thinking: bool | None) -> list[int]:
     given = [key for key in ("prompt", "messages", "prompt_ids") if key in row]
     if len(given) != 1:
         raise ConfigError('give one of {"prompt": "..."}, {"messages": [...]}, {"prompt_ids": [...]}')
+    extra = sorted(row.keys() - {"id", *given})
+    if extra:
+        what = (
+            "options of a line are for decode.py; here all prompts have the command's own"
+            if extra[0] in OPTIONS
+            else ("the keys are prompt, messages, prompt_ids and id")
+        )
+        raise ConfigError(f"{extra[0]}: {what}; take it out")
     value = row[given[0]]
     if given[0] == "messages":
         turns = isinstance(value, list) and all(isinstance(m, dict) for m in value)
