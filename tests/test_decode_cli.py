@@ -199,7 +199,7 @@ def test_lines_of_token_ids_need_no_tokenizer(capsys, tmp_path):
     assert second["id"] == "b" and second["new_tokens"] == 2 and second["settings"]["thinking"] is None
     file.write_text('{"prompt_ids": [true]}\n')
     status, _, err = run(capsys, *pair(), "--prompt_file", file)
-    assert status == 1 and "prompt_ids a list of token ids" in err
+    assert status == 1 and "prompt_ids a list of ids" in err
 
 
 def test_text_that_a_terminal_cannot_show_is_escaped(capsys, monkeypatch):
