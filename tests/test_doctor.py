@@ -152,6 +152,11 @@ class TestCommand:
         assert status == 0 and report["belong"] and report["figures"]["acceptance_length"] > 3
         assert "belong together" in doctor.text(report)
 
+    def test_refused_drafts_of_made_up_ids_are_no_verdict(self, capsys):
+        status, out, _ = self.run(capsys, PAIR / "target", PAIR / "head", "--max-new-tokens", 24, "--json")
+        found = {f["check"]: f for f in json.loads(out)["findings"]}["acceptance"]
+        assert status == 0 and found["status"] == "note" and "made-up ids" in found["detail"]
+
     def test_sizes_are_named_without_decoding(self, capsys, tmp_path):
         head = broken(tmp_path / "h", vocab_size=96, num_target_layers=9)
         status, out, _ = self.run(capsys, PAIR / "target", head)
