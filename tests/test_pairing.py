@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 
+import jax.numpy as jnp
 import pytest
 import test_tokenizer
 import tiny
@@ -123,6 +124,20 @@ class TestTheHeadsOwnWords:
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 2 and all("20 tokens" in line and "exact" in line for line in lines)
         assert "may reach 21" in lines[0]
+
+
+@pytest.mark.parametrize("chat", [None, False])
+@pytest.mark.parametrize("prompt", [" ", "\n", "\0", "<|im_end|>", "<|im_start|><|im_end|>", "a", "👩‍👧", [5]])
+def test_odd_prompts_decode_as_plainly(tok, prompt, chat):
+    """FC-62: white space, special tokens alone, one token; nothing at all is refused."""
+    loaded = target(tok)
+    draft = tiny.LoadedHead(tiny.TableDraft(2), {"logits": jnp.zeros((2, 300))})
+    given = prompt, TreeConfig(4), SamplingConfig(6)
+    chat = None if isinstance(prompt, list) else chat
+    plain, fast = (speculate.generate(loaded, h, *given, chat) for h in (None, draft))
+    assert plain.token_ids == fast.token_ids and plain.text == fast.text and plain.prompt_tokens > 0
+    with pytest.raises(ConfigError, match="empty"):
+        speculate.generate(loaded, draft, "", None, None, chat)
 
 
 def test_a_request_beyond_the_heads_positions_is_said(tok, capsys):
