@@ -149,6 +149,16 @@ def test_the_target_writes_prompts_of_its_own(monkeypatch):
     assert own_prompts.opening(target()) == encode("@")
 
 
+def test_own_prompts_are_asked_beside_the_first_rows(loaded, tmp_path, monkeypatch):
+    written = [{"id": f"own/{i}", "prompt": text} for i, text in enumerate(("no", "go"))]
+    monkeypatch.setattr(own_prompts, "write", lambda *args: written)
+    change = {"data": str(questions(tmp_path)), "target": "t", "until": "answers", "max_prompts": 3, "own_prompts": 2}
+    log = []
+    assert pipeline.run(settings.make(SMALL | change, "c"), tmp_path / "run", log.append)
+    assert json.loads((tmp_path / "run" / "answers.json").read_text())["answered"] == 3 + 2
+    assert any("own prompts: not compared with any benchmark" in line for line in log)
+
+
 # ---- features
 
 
