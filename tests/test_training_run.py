@@ -476,6 +476,8 @@ def test_a_study_in_the_folder_of_another_is_refused_by_name(loaded, stages, tmp
         assert message in out.err and out.err.count("\n") == 1 and not out.out
     moved = pathlib.Path(command[1].partition("=")[2]).rename(tmp_path / "moved.jsonl")  # the same rows elsewhere
     assert study.main([*command, "--steps=2", f"--data={moved}"]) == 0 and "2 steps of" in capsys.readouterr().out
+    command = study_command(tmp_path, monkeypatch, loss_chunk=32, feature_batch=1)  # what a full device may need
+    assert study.main([*command, "--steps=2"]) == 0
 
 
 def test_all_variants_of_a_study_learn_the_same_prompts(loaded, stages, tmp_path, monkeypatch):

@@ -53,7 +53,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 BUDGETS = (16, 64, 256)
-FREE = ("max_minutes", "log_every", "save_every")  # settings that may change between two commands
+# Settings that may change between two commands: they move no figure but by rounding, and a full device may need others.
+FREE = ("max_minutes", "log_every", "save_every", "features", "feature_batch", "loss_chunk", "accumulate",
+        "model_parallel", "attention", "remat")  # fmt: skip
 
 
 def run(
@@ -282,7 +284,7 @@ def main(argv: list[str]) -> int:
         say(f"study: {error}")
         return 1
     except jax.errors.JaxRuntimeError as error:
-        hint = "if the device is full: smaller batch, anchors, loss_chunk or feature_batch, or remat=true in --config"
+        hint = "if the device is full: smaller loss_chunk or feature_batch, or remat=true, in --config"
         say(f"study: {str(error).splitlines()[0][:200]} ({hint})")
         return 1
     except KeyboardInterrupt:
