@@ -15,7 +15,7 @@ from jetspec_jax.attention import attend
 from jetspec_jax.drafts import jetspec
 from jetspec_jax.numerics import rms_norm
 from jetspec_jax.training import anchors as anchor_rules
-from jetspec_jax.training import features, forward, losses, packing, step, teacher
+from jetspec_jax.training import features, flops, forward, losses, packing, step, teacher
 from jetspec_jax.training.anchors import Anchors
 from jetspec_jax.training.losses import Mix
 
@@ -375,3 +375,30 @@ def test_only_matrices_decay_and_the_rate_falls_to_its_share():
     state = state._replace(optimizer=jax.tree.map(lambda x: x + 1 if x.dtype == jnp.int32 else x, state.optimizer))
     change, _ = jax.jit(r.optimizer.update)(nothing, state.optimizer, state.params)
     assert not change["norm"].any() and change["fc"].any()
+
+
+def test_operations_of_fc_are_those_that_the_compiler_counts():
+    """One tap more is a product forward and one backward: the features are frozen."""
+    shape = 2, 256
+    two = Anchors(jnp.full((2, 2), 8), jnp.ones((2, 2), bool))
+    packed = packing.pack([example("e", np.full(shape[1], 5), 2)] * 2, shape[1])
+
+    def count(taps):
+        r = recipe(head=dataclasses.replace(HEAD, tap_layers=taps), anchors=2)
+        params, scale = start(r).params, jnp.ones(len(taps) * HEAD.hidden_size)
+        given = teacher.Features(jnp.ones((*shape, scale.size)), jnp.ones((*shape, HEAD.hidden_size)))
+        part = jax.tree.map(lambda x: x[0], batch(packed, range(2)))
+        run = lambda p, f: step._gradient(r, target().params, scale, p, part, f, two)[0]
+        compiled = jax.jit(run).lower(params, given).compile()
+        work = flops.parts(r, target().config, *shape, online=False)
+        return compiled.cost_analysis()["flops"], work["head_forward"] + work["head_backward"]
+
+    (more, ours), (less, before) = count((0, 1)), count((0,))
+    assert (more - less) == pytest.approx(ours - before, rel=0.1)
+
+
+def test_the_matrix_rate_is_that_of_random_numbers(monkeypatch):
+    seen = []
+    monkeypatch.setattr(flops.jax, "jit", lambda f: lambda a, b: seen.append(a) or f(a, b))
+    assert flops.matrix_rate("float32", 32, 0.01) > 0
+    assert 0.9 < float(seen[0].std()) < 1.1

@@ -371,6 +371,34 @@ def test_pool_holds_no_benchmark_row_and_repeats_itself(tmp_path, monkeypatch):
     assert said["gsm8k_train/0"] == answer("four") and said["math_train/0"]["role"] == "user"
 
 
+def test_the_pool_is_written_whole_and_mistakes_are_noticed_first(tmp_path, monkeypatch, capsys):
+    collected = []
+    monkeypatch.setattr(code_prompts, "collect", lambda most: collected.append(most) or [])
+    prompt_sets(tmp_path)
+    out = tmp_path / "x.jsonl"
+    base = [f"--data={tmp_path}", f"--out={out}", "--chat=3"]
+    for more, message in [
+        ([f"--out={tmp_path / 'nodir' / 'x.jsonl'}"], f"there is no folder {tmp_path / 'nodir'}; make it first"),
+        ([f"--out={tmp_path}"], "a folder; give the name of a file"),
+        (["--code=-5"], "--code=-5: give a number >= 0"),
+        (["--chat=-1"], "--chat=-1: give a number >= 0"),
+        (["--per_package=0"], "--per_package=0: give a number >= 1"),
+        ([f"--data={tmp_path / 'nowhere'}"], "no such file; give the folder that holds the prompt sets"),
+    ]:
+        assert pool.main([*base, *more]) == 1
+        err = capsys.readouterr().err
+        assert err.startswith("pool: ") and message in err and err.count("\n") == 1
+    assert pool.main([*base, "--code=0"]) == 0 and not collected
+    before = out.read_text()
+
+    def half(path, found):
+        path.write_text("half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(prompts, "write", half)
+    assert pool.main([*base, "--code=1"]) == 1 and out.read_text() == before and collected == [600]
+
+
 def test_functions_are_read_from_source(tmp_path):
     path = tmp_path / "m.py"
     path.write_text(SOURCE)

@@ -6,7 +6,7 @@ the method needs, a multiplication and an addition each, whatever is computed tw
     target forward (where it is part of the step)
         2 * tokens * parameters of its layers (of an MoE: those that a token uses)
         + 4 * tokens * S / 2 * N * H a layer                   scores and values under the causal mask
-    head, forward and twice that for backward
+    head, forward and twice that for backward, but fc once: nothing is differentiated by the features
         2 * rows * parameters of its layers + 2 * tokens * (fc + K and V of its layers)
         + 4 * rows * (S / 2 + T) * N * H a layer               context before the anchor, and the block
     lm_head, 2 * slots * V * E each: draft, gradient, and teacher where the loss reads it
@@ -30,17 +30,17 @@ def parts(recipe: Recipe, target: ModelConfig, sequences: int, length: int, onli
     """Operations of one step by part: target, head_forward, head_backward, lm_head."""
     head, tokens = recipe.head, sequences * length
     rows = sequences * min(recipe.anchors, length) * head.block_size
-    context = len(head.tap_layers) * head.hidden_size * head.hidden_size
-    context += head.num_layers * 2 * head.hidden_size * head.num_kv_heads * head.head_dim
+    fuse = 2 * tokens * len(head.tap_layers) * head.hidden_size * head.hidden_size
+    context = head.num_layers * 2 * head.hidden_size * head.num_kv_heads * head.head_dim
     seen = 4 * rows * (length / 2 + head.block_size) * head.num_heads * head.head_dim * head.num_layers
-    forward = 2 * rows * _layers(head) + 2 * tokens * context + seen
+    forward = 2 * rows * _layers(head) + fuse + 2 * tokens * context + seen
     own = 4 * tokens * length / 2 * target.num_heads * target.head_dim * target.num_layers
     slots = rows // head.block_size * head.depth
     products = 2 + recipe.mix.teaches
     return {
         "target": float(2 * tokens * _layers(target) + own) if online else 0.0,
         "head_forward": float(forward),
-        "head_backward": 2.0 * forward,
+        "head_backward": float(2 * forward - fuse),
         "lm_head": float(products * 2 * slots * head.vocab_size * head.hidden_size),
     }
 
@@ -61,7 +61,8 @@ def _layers(c: ModelConfig | HeadConfig) -> int:
 def matrix_rate(dtype: str, size: int | None = None, seconds: float = 0.5) -> float:
     """Operations a second of a large square product on one device, the best of several."""
     size = size or (8192 if jax.default_backend() != "cpu" else 1024)
-    x = jnp.ones((size, size), dtype)
+    # Random: multiplying constants draws less power, so that a device clocks higher than it does in training.
+    x = jax.random.normal(jax.random.key(0), (size, size), dtype)
     product = jax.jit(lambda a, b: jnp.matmul(a, b, precision=precision(a.dtype)))
     product(x, x).block_until_ready()
     best, end = float("inf"), time.perf_counter() + seconds

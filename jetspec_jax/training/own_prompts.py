@@ -1,7 +1,9 @@
 """User turns that the target writes itself: chat prompts where none under a free licence are at hand.
 
 An instruction-tuned model that is given its chat template up to the place where the user speaks goes on as a user. What
-it asks is sampled, and is the kind of thing that it has learnt to answer.
+it asks is sampled, and is the kind of thing that it has learnt to answer. In a run these prompts stand behind the rows
+and come on top of `max_prompts`, which limits the rows alone; they are compared with the benchmarks in `prompt_sets`,
+where that is given.
 """
 
 from __future__ import annotations

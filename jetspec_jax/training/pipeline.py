@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import time
@@ -223,12 +224,15 @@ def _answers(
         prompts.write(own.with_suffix(".tmp"), written)
         own.with_suffix(".tmp").rename(own)
 
+    if config.own_prompts and not config.prompt_sets:
+        log("own prompts: not compared with any benchmark, since --config.prompt_sets is not given")
+
     def asked() -> Iterator[rows.Row]:
-        yield from rows.read(source)
+        yield from itertools.islice(rows.read(source), config.max_prompts or None)
         if config.own_prompts:
             yield from rows.read(own)
 
-    found = regenerate.ask(target, asked(), config.max_prompt_tokens, config.thinking_switch, config.max_prompts)
+    found = regenerate.ask(target, asked(), config.max_prompt_tokens, config.thinking_switch)
     for why, n in found.skipped.most_common():
         log(f"prompts: {n:,} of {found.total:,} left out: {why}")
     folder = workdir / "answers"

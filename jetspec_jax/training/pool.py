@@ -37,7 +37,8 @@ def build(
     data: folder with gsm8k/train.jsonl, math_train/train.jsonl, mbpp/rest.jsonl and the benchmarks. code: functions in
     all; per_package: of one package. Deterministic for the same files, packages and numbers.
     """
-    functions = code_prompts.collect(per_package)
+    forbidden = Forbidden(data)  # first: a wrong folder is noticed before the packages are read
+    functions = code_prompts.collect(per_package) if code else []
     functions.sort(key=lambda f: code_prompts.digest(f.code))
     candidates = itertools.chain(
         _numbered("gsm8k_train", data / "gsm8k/train.jsonl", lambda r: prompts.reasoning(r["question"]), "answer"),
@@ -46,7 +47,6 @@ def build(
         ((f"code_{f.package}", i, code_prompts.prompt(f), "") for i, f in enumerate(functions[:code])),
         ((*prompt, "") for prompt in chat(chat_prompts)),
     )
-    forbidden = Forbidden(data)
     rows: list[dict[str, Any]] = []
     known: set[str] = set()
     counts: collections.Counter[str] = collections.Counter()
@@ -131,11 +131,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--answers", action="store_true", help="with the origin's answers, where it has them")
     options = parser.parse_args(argv)
     try:
+        for name, least in (("code", 0), ("per_package", 1), ("chat", 0)):
+            if getattr(options, name) < least:
+                raise ConfigError(f"--{name}={getattr(options, name)}: give a number >= {least}")
+        if not options.out.parent.is_dir():
+            raise ConfigError(f"--out={options.out}: there is no folder {options.out.parent}; make it first")
+        if options.out.is_dir():
+            raise ConfigError(f"--out={options.out}: a folder; give the name of a file")
         rows, counts = build(options.data, options.code, options.per_package, options.chat, options.answers)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
+        unfinished = options.out.with_name(options.out.name + ".tmp")  # a reader never sees half of a pool
+        prompts.write(unfinished, rows)
+        unfinished.replace(options.out)
+    except (ConfigError, OSError) as error:
+        print(f"pool: {error}", file=sys.stderr)
         return 1
-    prompts.write(options.out, rows)
     print(json.dumps(counts))
     return 0
 

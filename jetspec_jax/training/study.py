@@ -4,15 +4,22 @@
     python -m jetspec_jax.training.study --config configs/smollm2_135m.py --data pool.jsonl --workdir DIR \\
         --prompts gsm8k.jsonl math500.jsonl --steps 1500 --max_minutes 8
 
-Every variant is a training run of its own under DIR, with the same prompts, sequences and seed, measured by real greedy
-decoding of the prompt files. Prompts without an answer of their origin are left out, so that both kinds of answers
-belong to the same prompts. The same command again goes on; DIR/study.md holds the table of what is done so far.
+Every variant is a training run of its own under DIR, measured by real greedy decoding of the prompt files. Equal in
+all: the prompts and which of them are held out, by id; at most max_prompt_tokens of a prompt and max_new_tokens of an
+answer; steps, sequences a step, anchors a sequence, seed. A row is in no variant where its prompt or its own answer is
+longer, where it has no answer or several, or where the target's answer gives nothing to learn from. Not equal: the
+lengths of answers, so the number of tokens and of packed sequences; the target's answers are cut at the limit (and by
+trim_loops where they repeat themselves), the corpus' are all whole.
+
+The same command again goes on, in the middle of measuring too; another one in the same DIR is refused. DIR/study.md
+holds the table of what is done so far.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import sys
 import time
@@ -20,10 +27,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jetspec_jax import demo, load, pairing
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
-from jetspec_jax.training import examples, loop, options, pipeline, rows, settings
+from jetspec_jax.training import answers as answer_store
+from jetspec_jax.training import examples, loop, options, pipeline, regenerate, rows, settings
 from jetspec_jax.training.settings import Settings
 
 Log = Callable[[str], None]
@@ -43,6 +53,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 BUDGETS = (16, 64, 256)
+# Settings that may change between two commands: they move no figure but by rounding, and a full device may need others.
+FREE = ("max_minutes", "log_every", "save_every", "features", "feature_batch", "loss_chunk", "accumulate",
+        "model_parallel", "attention", "remat")  # fmt: skip
 
 
 def run(
@@ -54,67 +67,156 @@ def run(
     left: Callable,
     log: Log,
 ) -> bool:
-    """Runs the variants that have no result yet; True when all have. left: minutes of this command, 0 for no end."""
+    """Does what has no result yet; True when all is done. left: minutes of this command, 0 for no end.
+
+    Raises:
+      ConfigError: the folder belongs to a study with other settings, data, prompts or target.
+    """
     shared = workdir / "shared"
     shared.mkdir(parents=True, exist_ok=True)
-    data = shared / "rows.jsonl"
+    data, corpus = shared / "rows.jsonl", shared / "corpus.jsonl"
+    target = load.load_target(base.target or demo.fetch_target(), base.dtype or None)
+    _sign(workdir, _plan(base, prompts, limit, target.fingerprint))
     if not data.exists():
-        _answered(Path(base.data), data)
-    base = dataclasses.replace(base, data=str(data), own_prompts=0, samples=0, export="last", decode_prompts="")
+        _select(target, base, data)
+    del target  # the stages load their own
+    base = dataclasses.replace(
+        base, data=str(data), max_prompts=0, own_prompts=0, answers="target", samples=0, until="export", export="last",
+        decode_prompts="",
+    )  # fmt: skip
     answering = dataclasses.replace(base, until="answers", max_minutes=left())
     if not pipeline.run(answering, shared, log):
         return False
+    if not corpus.exists():
+        _learnt(data, shared / "answers", base.trim_loops, corpus)
     for number, (name, (change, _)) in enumerate(VARIANTS.items()):
         folder = workdir / f"variant-{number}"
-        result = folder / "result.json"
-        if result.exists():
-            continue
-        if not on_time():
-            return False
-        log(f"study: {name}")
         folder.mkdir(exist_ok=True)
-        link = folder / "answers"
-        if change.get("answers") != "corpus" and not link.exists():
-            link.symlink_to((shared / "answers").resolve(), target_is_directory=True)
-        config = dataclasses.replace(base, **change, max_minutes=left())
-        if not pipeline.run(config, folder, log):
+        if not (folder / "result.json").exists():
+            if not on_time():
+                return False
+            log(f"study: {name}")
+            config = dataclasses.replace(base, **change, max_minutes=left())
+            if config.answers == "corpus":
+                config = dataclasses.replace(config, data=str(corpus))
+            elif not (folder / "answers").exists():
+                (folder / "answers").symlink_to((shared / "answers").resolve(), target_is_directory=True)
+            if not pipeline.run(config, folder, log):
+                return False
+            _keep(folder, name, {})  # from here on the head is not trained again
+        if not _measure(base, folder, name, prompts, limit, on_time, log):
             return False
-        measured = _measure(config, folder / "head", prompts, limit)
-        result.write_text(json.dumps({"variant": name, "measured": measured}, indent=1) + "\n")
-        (workdir / "study.md").write_text(table(workdir, base), encoding="utf-8")
+        _replace(workdir / "study.md", table(workdir, base))
     return True
 
 
-def _answered(source: Path, out: Path) -> None:
-    """The rows that have an answer of their own."""
-    kept = []
-    for row in rows.read(source):
+def _plan(config: Settings, prompts: list[Path], limit: int, fingerprint: str) -> dict[str, Any]:
+    """What the figures depend on; files by their content, so that they may move."""
+    lines = (json.dumps(row.value, sort_keys=True, default=str) for row in rows.read(config.data))
+    made = {"steps": config.steps} | {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE}
+    made |= {"target": fingerprint, "data": _digest("\n".join(lines)), "limit": limit, "budgets": BUDGETS}
+    made |= {"variants": _digest(json.dumps(VARIANTS))}
+    made |= {f"prompts {path.stem}": _digest(path.read_text(encoding="utf-8", errors="replace")) for path in prompts}
+    return json.loads(json.dumps(made))
+
+
+def _sign(workdir: Path, plan: dict[str, Any]) -> None:
+    """Writes the plan of the study, or compares it with the one that is there."""
+    path = workdir / "study.json"
+    if not path.exists():
+        if any(workdir.glob("variant-*")):
+            raise ConfigError(f"--workdir={workdir}: its study does not say its settings; use a new --workdir")
+        _replace(path, json.dumps(plan, indent=1) + "\n")
+        return
+    found = json.loads(path.read_text(encoding="utf-8"))
+    for key in plan | found:
+        old, new = found.get(key, "nothing"), plan.get(key, "nothing")
+        if old != new:
+            raise ConfigError(
+                f"--workdir={workdir}: its study has {key}={old}, this command {key}={new}; use a new --workdir"
+            )
+
+
+def _select(target, config: Settings, out: Path) -> None:
+    """Writes the first `max_prompts` rows that every variant can learn: both kinds of answers to the same prompts."""
+    given: dict[str, rows.Row] = {}
+    for row in rows.read(config.data):
         try:
-            if examples.conversation(row.value)[-1]["role"] == "assistant":
-                kept.append(json.dumps(row.value | {"id": row.identity}, ensure_ascii=False) + "\n")
+            said = [turn["role"] for turn in examples.conversation(row.value)]
         except examples.Unusable:
             continue
+        if said[-1] == "assistant" and said.count("assistant") == 1:
+            given.setdefault(row.identity, row)
+    if not given:
+        raise ConfigError(
+            f"--data={config.data}: no row has an answer; make it with `python -m jetspec_jax.training.pool --answers`"
+        )
+    thinking = pairing.thinking(target, None, config.thinking_switch)
+    asked = set(regenerate.ask(target, given.values(), config.max_prompt_tokens, thinking).identities)
+    known, _ = examples.build(given.values(), target.tokenizer, target.eos, 2**31, thinking, config.text_loss)
+    fits = lambda e: e.learnt.sum() <= config.max_new_tokens and e.tokens.size <= config.sequence_length
+    kept = [given[e.identity] for e in known if e.identity in asked and fits(e)]
     if not kept:
         raise ConfigError(
-            f"{source}: no row has an answer; make it with `python -m jetspec_jax.training.pool --answers`"
+            f"--data={config.data}: no row has a prompt of at most {config.max_prompt_tokens} tokens and an answer of "
+            f"at most {config.max_new_tokens}; raise max_prompt_tokens or max_new_tokens in --config"
         )
-    out.write_text("".join(kept), encoding="utf-8")
+    _write(out, kept[: config.max_prompts or None])
 
 
-def _measure(config: Settings, folder: Path, prompts: list[Path], limit: int) -> dict[str, dict[str, float]]:
-    """Acceptance length by prompt file and budget."""
+def _learnt(data: Path, answers: Path, trim_loops: bool, out: Path) -> None:
+    """Writes the rows whose prompts the other variants learn too: those with an answer of the target to learn from."""
+    asked = list(rows.read(data))
+    known = answer_store.read(answers)
+    kept = {e.identity for e in answer_store.learnable(known, [row.identity for row in asked], trim_loops)[0]}
+    _write(out, [row for row in asked if row.identity in kept])
+
+
+def _measure(
+    config: Settings, folder: Path, name: str, prompts: list[Path], limit: int, on_time: Callable[[], bool], log: Log
+) -> bool:
+    """Adds acceptance lengths by prompt file and budget to the variant's result, each as it comes; True when all are
+    there."""
+    measured = json.loads((folder / "result.json").read_text(encoding="utf-8"))["measured"]
+    missing = [(path, b) for path in prompts for b in BUDGETS if str(b) not in measured.get(path.stem, {})]
+    if not missing:
+        return True
+    if not on_time():
+        return False
     target = load.load_target(config.target or demo.fetch_target(), config.dtype or None)
-    head = load.load_head(folder, target)
-    found: dict[str, dict[str, float]] = {}
-    for path in prompts:
-        ids = acceptance.read(target, str(path), limit, config.max_prompt_tokens, pairing.thinking(target, head, None))
+    head = load.load_head(folder / "head", target)
+    mode = pairing.thinking(target, head, None)
+    sampling = SamplingConfig(config.max_new_tokens)
+    for path, budget in missing:
+        if not on_time():
+            return False
+        ids = acceptance.read(target, str(path), limit, config.max_prompt_tokens, mode)
         if not ids:
             raise ConfigError(f"{path}: no prompt is short enough")
-        sampling = SamplingConfig(config.max_new_tokens)
-        for budget in BUDGETS:
-            got = acceptance.measure(target, head, ids, TreeConfig(budget), sampling, min(64, len(ids)))
-            found.setdefault(path.stem, {})[str(budget)] = got["acceptance_length"]
-    return found
+        got = acceptance.measure(target, head, ids, TreeConfig(budget), sampling, min(64, len(ids)))
+        measured.setdefault(path.stem, {})[str(budget)] = got["acceptance_length"]
+        _keep(folder, name, measured)
+        log(f"study: {name}: {got['acceptance_length']:.2f} on {path.stem} at budget {budget}")
+    return True
+
+
+def _keep(folder: Path, name: str, measured: dict[str, dict[str, float]]) -> None:
+    _replace(folder / "result.json", json.dumps({"variant": name, "measured": measured}, indent=1) + "\n")
+
+
+def _write(path: Path, kept: list[rows.Row]) -> None:
+    lines = (json.dumps(row.value | {"id": row.identity}, ensure_ascii=False) + "\n" for row in kept)
+    _replace(path, "".join(lines))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes the file whole or not at all."""
+    path.with_suffix(".tmp").write_text(text, encoding="utf-8")
+    path.with_suffix(".tmp").replace(path)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def table(workdir: Path, config: Settings) -> str:
@@ -122,17 +224,14 @@ def table(workdir: Path, config: Settings) -> str:
     results = []
     for number in range(len(VARIANTS)):
         path = workdir / f"variant-{number}" / "result.json"
-        results.append(json.loads(path.read_text())["measured"] if path.exists() else None)
-    done = [r for r in results if r]
-    sets = list(done[0]) if done else []
-    columns = [(s, b) for s in sets for b in done[0][s]]
+        measured = json.loads(path.read_text(encoding="utf-8"))["measured"] if path.exists() else {}
+        results.append({(s, b): value for s, found in measured.items() for b, value in found.items()})
+    columns = list(dict.fromkeys(column for result in results for column in result))
     head = ["variant", *(f"{s}, budget {b}" for s, b in columns), "paper: ratio to the first"]
     lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
     for (name, (_, paper)), result in zip(VARIANTS.items(), results, strict=True):
-        cells = ["" for _ in columns]
-        if result:
-            first = results[0] or result
-            cells = [f"{result[s][b]:.2f} ({result[s][b] / first[s][b]:.2f})" for s, b in columns]
+        ratio = lambda c, of=result: f" ({of[c] / results[0][c]:.2f})" if results[0].get(c) else ""
+        cells = [f"{result[c]:.2f}{ratio(c)}" if c in result else "" for c in columns]
         lines.append("| " + " | ".join([name, *cells, paper]) + " |")
     note = (
         f"Acceptance length, greedy decoding, best-first tree, in brackets over the first variant's. {config.steps:,} "
@@ -160,6 +259,9 @@ def main(argv: list[str]) -> int:
     left = lambda: max(given.max_minutes - minutes(), 0.01) if given.max_minutes else 0.0
     say = lambda line: print(line, file=sys.stderr, flush=True)
     try:
+        for name, least in (("limit", 1), ("steps", 1), ("max_minutes", 0)):
+            if not getattr(given, name) >= least:
+                raise ConfigError(f"--{name}={getattr(given, name)}: give a number >= {least}")
         values = options.load(given.config)
         for name in ("prompt_sets", "own_prompts", "epochs"):
             values.pop(name, None)
@@ -170,11 +272,24 @@ def main(argv: list[str]) -> int:
         for path in given.prompts:
             if not path.is_file():
                 raise ConfigError(f"--prompts={path}: no such file")
+        names = [path.stem for path in given.prompts]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(
+                    f"--prompts: {names.count(name)} files are called {name}; the table needs other names"
+                )
         done = run(base, given.workdir, given.prompts, given.limit, on_time, left, say)
-        (given.workdir / "study.md").write_text(table(given.workdir, base), encoding="utf-8")
+        _replace(given.workdir / "study.md", table(given.workdir, base))
     except (ConfigError, loop.TrainingError, OSError) as error:
         say(f"study: {error}")
         return 1
+    except jax.errors.JaxRuntimeError as error:
+        hint = "if the device is full: smaller loss_chunk or feature_batch, or remat=true, in --config"
+        say(f"study: {str(error).splitlines()[0][:200]} ({hint})")
+        return 1
+    except KeyboardInterrupt:
+        say("study: interrupted; the same command goes on")
+        return 130
     print((given.workdir / "study.md").read_text(), end="")
     say("study: done" if done else "study: time is up; the same command goes on")
     return 0
