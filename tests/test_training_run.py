@@ -24,6 +24,7 @@ from jetspec_jax.training import (
     features,
     journal,
     loop,
+    manifest,
     own_prompts,
     packing,
     pipeline,
@@ -357,6 +358,68 @@ def test_the_pipeline_leaves_a_head_that_loads_bit_equal(loaded, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, load.load_head(folder, target()).params, head.params)
 
 
+def test_another_recipe_than_the_checkpoints_is_refused_by_name(loaded, tmp_path):
+    data = questions(tmp_path)
+    given = SMALL | {"data": str(data), "target": "t", "eval_sequences": 0}
+    go = lambda **change: pipeline.run(settings.make(given | change, "c"), tmp_path / "run", lambda line: None)
+    assert go()
+    for change, line in [
+        ({"tap_layers": (1, 0)}, "--config.tap_layers=1,0: "),
+        (
+            {"causal": False},
+            "--config.causal=false: .*/train was made with true; use a new --workdir, or the old value",
+        ),
+        ({"head_layers": 2}, "--config.head_layers=2: .* was made with 1;"),
+        ({"steps": 3}, "--config.steps=3: .* was made with 2;"),
+        ({"peak_lr": 0.5, "seed": 7}, "--config.seed=7: .* was made with 0;"),
+        ({"heldout": 0}, "--config.heldout=0: .* was made with 1;"),
+    ]:
+        with pytest.raises(ConfigError, match=line):
+            go(**change)
+    assert go(log_every=2, save_every=1, features="online", accumulate=2)
+
+    # Without its scale the run cannot go on; another one would move its coordinates.
+    scale = tmp_path / "run" / "scale.npy"
+    scale.write_bytes(scale.read_bytes()[:-9])
+    with pytest.raises(ConfigError, match=r"scale.npy: cannot be read .*; copy it back, or use a new --workdir"):
+        go()
+
+
+def test_every_setting_is_free_or_of_the_recipe():
+    assert set(settings.KINDS) >= manifest.FREE
+    config = settings.make({"mask_token_id": 3, "steps": 1, "data": "d"}, "c")
+    packed = packing.pack(random_examples(3), WIDTH)
+    values = manifest.recipe(config, target(), HEAD, 1, packed)
+    assert set(settings.KINDS) <= set(values) | manifest.FREE
+    relearnt = packed._replace(learnt=~packed.learnt)
+    assert manifest.recipe(config, target(), HEAD, 1, relearnt)["data_digest"] != values["data_digest"]
+
+
+def test_outputs_of_other_settings_are_refused_by_name(loaded, tmp_path, monkeypatch):
+    found = [{"id": f"s/{i}", "messages": [{"role": "user", "content": t}]} for i, t in enumerate(["ab", "cde"])]
+    monkeypatch.setattr(pipeline.pool, "build", lambda *given: (found, {}))
+    own = [found[0] | {"id": "own/0"}]
+    monkeypatch.setattr(pipeline.own_prompts, "write", lambda *given: own)
+    monkeypatch.setattr(pipeline.pool, "Forbidden", lambda folder: type("None", (), {"matches": None}))
+    given = SMALL | {"prompt_sets": str(tmp_path), "target": "t", "until": "answers", "own_prompts": 1}
+    go = lambda **change: pipeline.run(settings.make(given | change, "c"), tmp_path / "run", lambda line: None)
+    assert go()
+    with pytest.raises(ConfigError, match=r"--config.code_prompts=5: .*; remove .*/pool.jsonl to make it anew, use a"):
+        go(code_prompts=5)
+    for key in ("own_prompts", "max_prompts"):
+        with pytest.raises(ConfigError, match=rf"--config.{key}=2: .*/answers was made with .*; remove .*/answers"):
+            go(**{key: 2})
+    (tmp_path / "run" / "pool.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"--config.code_prompts=5: .*; remove .*/answers"):
+        go(code_prompts=5)  # the pool is made anew, its answers are stale
+    part = next((tmp_path / "run" / "answers").glob("part-*"))
+    part.write_bytes(part.read_bytes()[:-30])
+    with pytest.raises(ConfigError, match=r"part-00000.npz: not a whole file of answers \(.*\); remove it"):
+        answer_store.read(part.parent)
+    part.unlink()
+    assert go(code_prompts=5)
+
+
 @pytest.mark.slow
 def test_the_answers_as_a_data_set_of_their_own(loaded, tmp_path):
     """Regenerated rows, features in files, going on from a head that is there."""
@@ -412,6 +475,13 @@ def cli(*argv):
     return subprocess.run(
         [sys.executable, "train.py", *argv], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
+
+
+def test_a_work_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    config = settings.make({"mask_token_id": 3, "steps": 1, "data": str(tmp_path)}, "c")
+    with pytest.raises(ConfigError, match=r"--workdir=.*/file/y: cannot be made \(Not a directory\); give a folder"):
+        pipeline.run(config, tmp_path / "file" / "y", print)
 
 
 def test_mistakes_on_the_command_line_are_one_line(tmp_path):

@@ -19,6 +19,11 @@ from jetspec_jax.training.step import TrainState
 KEPT = 2  # newest states
 
 
+def any_saved(folder: Path) -> bool:
+    """Whether the folder of a run holds a state to go on from, whole or damaged."""
+    return any(path.name.isdigit() for path in (folder / "states").glob("*"))
+
+
 class Checkpoints:
     """The states and the best head of one run; close it to wait for what is being written."""
 
