@@ -20,8 +20,8 @@ KEPT = 2  # newest states
 
 
 def any_saved(folder: Path) -> bool:
-    """Whether the folder of a run holds a state to go on from, whole or damaged."""
-    return any(path.name.isdigit() for path in (folder / "states").glob("*"))
+    """Whether the folder of a run holds a state or a best head, whole or damaged."""
+    return any(path.name.isdigit() for kind in ("states", "best") for path in (folder / kind).glob("*"))
 
 
 class Checkpoints:
@@ -49,9 +49,11 @@ class Checkpoints:
             raise RuntimeError(f"{self._folder}: state {step} was not saved, a later one is there")
 
     def save_best(self, step: int, params: dict, acceptance: float) -> None:
-        """Replaces the best head; a run that went back and comes by again finds its own."""
-        if step in self._best.all_steps():
-            return
+        """Replaces the best head."""
+        for old in self._best.all_steps():
+            if old >= step:  # of a run that went back; orbax would keep the later step
+                self._best.wait_until_finished()
+                self._best.delete(old)
         args = ocp.args.Composite(
             params=ocp.args.StandardSave(params), notes=ocp.args.JsonSave({"step": step, "acceptance": acceptance})
         )
@@ -104,6 +106,15 @@ class Checkpoints:
         if reasons:
             raise ConfigError(f"{self._folder}: {'; '.join(reasons)}; remove it to begin anew")
         return None
+
+    def best_notes(self) -> dict[str, Any]:
+        """Step and acceptance length of the best head; {} where none was saved or it cannot be read."""
+        step = self._best.latest_step()
+        try:
+            args = ocp.args.Composite(notes=ocp.args.JsonRestore())
+            return {} if step is None else self._best.restore(step, args=args)["notes"]
+        except Exception:  # whatever a damaged file provokes
+            return {}
 
     def restore_best(self, like: dict) -> tuple[dict, dict[str, Any]] | None:
         """Parameters and notes of the best head; None where none was saved or it cannot be read."""
