@@ -214,6 +214,22 @@ def test_twenty_steps_are_ten_and_ten_to_the_bit(tmp_path):
         run(tmp_path / "halves", 20, packed, loop.Plan(5, 1000, 1000, resume_step=7))
 
 
+def test_the_best_head_keeps_its_own_step_when_the_run_goes_back(tmp_path, monkeypatch):
+    packed = packing.pack(random_examples(30), WIDTH)
+    figures = iter([1.5, 3.0, 2.0, 2.5])
+    monkeypatch.setattr(loop, "_evaluate", lambda *given: {"acceptance": {"2": next(figures)}})
+    plan = loop.Plan(5, 5, 5, heldout=packed, budgets=(2,))
+    best = lambda found: (found.notes["best_step"], found.notes["best"])
+    assert best(run(tmp_path, 10, packed, plan)) == (10, 3.0)
+    again = run(tmp_path, 10, packed, dataclasses.replace(plan, resume_step=5))
+    assert best(again) == (10, 3.0)  # 2.0 is no new best, though the state of step 5 knows of 1.5 alone
+    jax.tree.map(np.testing.assert_array_equal, again.best, again.state.params)
+    with loop.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save_best(5, again.best, 4.0)
+        checkpoints.wait()
+        assert checkpoints.best_notes() == {"step": 5, "acceptance": 4.0}
+
+
 def test_sigterm_saves_and_ends(tmp_path):
     packed = packing.pack(random_examples(30), WIDTH)
 
@@ -341,9 +357,13 @@ def test_the_pipeline_leaves_a_head_that_loads_bit_equal(loaded, tmp_path):
     folder = tmp_path / "run" / "head"
     head = load.load_head(folder, target())
     assert head.config == dataclasses.replace(config.head_config(MODEL, (1,)), dtype="bfloat16")
-    assert head.metadata["target_fingerprint"] == "f00d" and head.metadata["training_length"] == WIDTH
-    card = (folder / "README.md").read_text()
-    assert "12 prompts, of which 0 were left out; 12 greedy answers" in card and "| s | 12 |" in card
+    assert head.metadata["target_fingerprint"] == "f00d" and head.metadata["training_length"] < WIDTH
+    card, stored = (folder / "README.md").read_text(), answer_store.read(tmp_path / "run" / "answers")
+    assert "12 prompts, of which 0 were left out; 12 greedy answers" in card and "Unfinished" not in card
+    longest = max(e.tokens.size for e in answer_store.learnable(stored, [""] * 12, False)[0])
+    assert f"| longest row in training | {head.metadata['training_length']} tokens |" in card
+    assert head.metadata["training_length"] == longest
+    assert "| s | 11 |" in card and "11 examples with" in card and "1 held out" in card
     assert "causal, mask token 3" in card and "held-out, budget 4" in card
     scale = jnp.asarray(np.load(tmp_path / "run" / "scale.npy"))
     with loop.Checkpoints(tmp_path / "run" / "train") as checkpoints:
@@ -383,6 +403,26 @@ def test_another_recipe_than_the_checkpoints_is_refused_by_name(loaded, tmp_path
     scale.write_bytes(scale.read_bytes()[:-9])
     with pytest.raises(ConfigError, match=r"scale.npy: cannot be read .*; copy it back, or use a new --workdir"):
         go()
+
+
+def test_time_is_up_in_training(loaded, tmp_path, monkeypatch):
+    """No head of random parameters; one of an unfinished run says so."""
+    given = SMALL | {"data": str(questions(tmp_path)), "target": "t", "eval_sequences": 0}
+    config, log, real = settings.make(given, "c"), [], loop.train
+    go = lambda steps: monkeypatch.setattr(
+        loop, "train", lambda *a: real(*a[:-2], iter([True] * steps + [False] * 9).__next__, a[-1])
+    )
+    go(0)
+    assert not pipeline.run(config, tmp_path / "run", log.append)
+    assert "train: time is up at step 0 of 2; the same command goes on" in log
+    assert not (tmp_path / "run" / "head").exists() and not any((tmp_path / "run" / "train" / "states").glob("[0-9]*"))
+    go(1)
+    assert not pipeline.run(config, tmp_path / "run", log.append)
+    assert log[-1].endswith("head (step 1; unfinished: the run is at step 1 of 2)")
+    card = tmp_path / "run" / "head" / "README.md"
+    assert "**Unfinished: the run is at step 1 of 2.**" in card.read_text()
+    go(1)
+    assert pipeline.run(config, tmp_path / "run", log.append) and "Unfinished" not in card.read_text()
 
 
 def test_every_setting_is_free_or_of_the_recipe():

@@ -101,7 +101,6 @@ def run(config: Settings, workdir: Path, log: Log) -> bool:
             log("answers: time is up; the same command goes on")
             return False
         known, counts = answered
-    counts["sources"] = _sources(known)
     if config.until == "answers":
         return True
 
@@ -113,7 +112,14 @@ def run(config: Settings, workdir: Path, log: Log) -> bool:
     if judged is not None:
         judged = judged.select(np.arange(min(config.eval_sequences, len(judged.tokens))))
     filled = float((packed.document > 0).mean())
-    counts |= {"examples": len(train), "tokens": int(packed.learnt.sum()), "sequences": len(packed.tokens)}
+    counts |= {
+        "examples": len(train),
+        "heldout": len(heldout),
+        "tokens": int(packed.learnt.sum()),
+        "sequences": len(packed.tokens),
+        "longest": max(e.tokens.size for e in train),
+        "sources": _sources(train),
+    }
     log(
         f"data: {len(train):,} examples with {counts['tokens']:,} supervised tokens in {len(packed.tokens):,} "
         f"sequences of {length} ({filled:.0%} full); {len(heldout):,} examples held out"
@@ -165,11 +171,14 @@ def run(config: Settings, workdir: Path, log: Log) -> bool:
     del kept
 
     # ---- export: also of an unfinished head, so that a machine that goes away leaves one
+    if at == 0:
+        return False
     params, saved = outcome.state.params, at
     if config.export == "best" and outcome.best is not None:
         params, saved = outcome.best, outcome.notes["best_step"]
-    export.write(workdir / "head", target, recipe, params, saved, scale, config, counts)
-    log(f"export: {workdir / 'head'} (step {saved})")
+    export.write(workdir / "head", target, recipe, params, saved, at, scale, config, counts)
+    unfinished = "" if at == steps else f"; unfinished: the run is at step {at} of {steps}"
+    log(f"export: {workdir / 'head'} (step {saved}{unfinished})")
     if at == steps and config.decode_prompts:
         _decode(config, workdir, target, log)
     return at == steps
