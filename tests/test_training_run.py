@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 import signal
@@ -208,10 +209,22 @@ def test_twenty_steps_are_ten_and_ten_to_the_bit(tmp_path):
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     said = []
     again = run(tmp_path / "halves", 20, packed, log=said.append)
+    assert not any("bound method" in line or "\n" in line for line in said)
     assert any("checkpoint 20 cannot be read" in line for line in said) and "going on at step 10" in said[-1]
     jax.tree.map(np.testing.assert_array_equal, again.state, whole.state)
     with pytest.raises(ConfigError, match=r"resume_step=7: .* holds \[20, 10\]"):
         run(tmp_path / "halves", 20, packed, loop.Plan(5, 1000, 1000, resume_step=7))
+
+
+def test_echoes_of_a_damaged_array_are_kept_back_and_nothing_else_is(tmp_path, capsys):
+    hook = sys.excepthook
+    with loop.Checkpoints(tmp_path):
+        sys.excepthook(RuntimeError, RuntimeError("Event loop is closed"), None)
+        logging.getLogger("asyncio").error("Task exception was never retrieved")
+        assert capsys.readouterr().err == ""
+        sys.excepthook(RuntimeError, RuntimeError("another"), None)
+        assert "another" in capsys.readouterr().err
+    assert sys.excepthook is hook and not logging.getLogger("asyncio").filters
 
 
 def test_the_best_head_keeps_its_own_step_when_the_run_goes_back(tmp_path, monkeypatch):

@@ -6,7 +6,10 @@ One that was damaged afterwards is passed over with a word. The best head so far
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +39,14 @@ class Checkpoints:
         self._best = ocp.CheckpointManager(folder / "best", options=options(max_to_keep=1))
 
     def __enter__(self) -> Checkpoints:
+        self._quiet = contextlib.ExitStack()
+        self._quiet.enter_context(_no_echoes())
         return self
 
     def __exit__(self, *error) -> None:
-        self._states.close()
-        self._best.close()
+        with self._quiet:
+            self._states.close()
+            self._best.close()
 
     def save(self, step: int, state: TrainState, notes: dict[str, Any]) -> None:
         """Copies the state off the device and writes it in the background; notes: plain values beside it."""
@@ -90,7 +96,8 @@ class Checkpoints:
                     ),
                 )
             except Exception as error:  # whatever a damaged file provokes
-                reason = f"checkpoint {number} cannot be read ({str(error).strip().splitlines()[0][:200]})"
+                why = str(error).strip().partition("\n")[0].partition(" See full TensorStore details")[0][:200]
+                reason = f"checkpoint {number} cannot be read ({why or type(error).__name__})"
                 log(f"train: {reason}; trying the one before")
                 reasons.append(reason)
                 continue
@@ -127,6 +134,22 @@ class Checkpoints:
         except Exception:  # the newest state is the better answer to a damaged file
             return None
         return found["params"], found["notes"]
+
+
+@contextlib.contextmanager
+def _no_echoes() -> Iterator[None]:
+    """Keeps back what other reads print, later and from other threads, when a damaged array has ended an attempt."""
+    excepthook, unraisable, log = sys.excepthook, sys.unraisablehook, logging.getLogger("asyncio")
+    echo = lambda text: "Event loop is closed" in text or "_read_array_index" in text
+    never = lambda record: "never retrieved" not in record.getMessage()
+    sys.excepthook = lambda kind, error, trace: echo(str(error)) or excepthook(kind, error, trace)
+    sys.unraisablehook = lambda args: echo(repr(args.object)) or unraisable(args)
+    log.addFilter(never)
+    try:
+        yield
+    finally:
+        sys.excepthook, sys.unraisablehook = excepthook, unraisable
+        log.removeFilter(never)
 
 
 def _abstract(tree: Any) -> Any:
