@@ -335,6 +335,12 @@ def test_batches_by_number_and_shares_of_processes():
     assert not silent.anchored(0)
 
 
+def test_anchors_are_looked_for_once_and_not_at_every_step(monkeypatch):
+    data = Batches(packing.pack(random_examples(60), 24), 4, 2, seed=1)
+    monkeypatch.setattr(packing.Packed, "anchored", property(lambda self: pytest.fail("looked for again")))
+    assert data.anchored(0) and data.anchored(1)
+
+
 # ---- the pool
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 import signal
@@ -24,6 +25,7 @@ from jetspec_jax.training import (
     features,
     journal,
     loop,
+    manifest,
     own_prompts,
     packing,
     pipeline,
@@ -217,10 +219,38 @@ def test_twenty_steps_are_ten_and_ten_to_the_bit(tmp_path):
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     said = []
     again = run(tmp_path / "halves", 20, packed, log=said.append)
+    assert not any("bound method" in line or "\n" in line for line in said)
     assert any("checkpoint 20 cannot be read" in line for line in said) and "going on at step 10" in said[-1]
     jax.tree.map(np.testing.assert_array_equal, again.state, whole.state)
     with pytest.raises(ConfigError, match=r"resume_step=7: .* holds \[20, 10\]"):
         run(tmp_path / "halves", 20, packed, loop.Plan(5, 1000, 1000, resume_step=7))
+
+
+def test_echoes_of_a_damaged_array_are_kept_back_and_nothing_else_is(tmp_path, capsys):
+    hook = sys.excepthook
+    with loop.Checkpoints(tmp_path):
+        sys.excepthook(RuntimeError, RuntimeError("Event loop is closed"), None)
+        logging.getLogger("asyncio").error("Task exception was never retrieved")
+        assert capsys.readouterr().err == ""
+        sys.excepthook(RuntimeError, RuntimeError("another"), None)
+        assert "another" in capsys.readouterr().err
+    assert sys.excepthook is hook and not logging.getLogger("asyncio").filters
+
+
+def test_the_best_head_keeps_its_own_step_when_the_run_goes_back(tmp_path, monkeypatch):
+    packed = packing.pack(random_examples(30), WIDTH)
+    figures = iter([1.5, 3.0, 2.0, 2.5])
+    monkeypatch.setattr(loop, "_evaluate", lambda *given: {"acceptance": {"2": next(figures)}})
+    plan = loop.Plan(5, 5, 5, heldout=packed, budgets=(2,))
+    best = lambda found: (found.notes["best_step"], found.notes["best"])
+    assert best(run(tmp_path, 10, packed, plan)) == (10, 3.0)
+    again = run(tmp_path, 10, packed, dataclasses.replace(plan, resume_step=5))
+    assert best(again) == (10, 3.0)  # 2.0 is no new best, though the state of step 5 knows of 1.5 alone
+    jax.tree.map(np.testing.assert_array_equal, again.best, again.state.params)
+    with loop.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save_best(5, again.best, 4.0)
+        checkpoints.wait()
+        assert checkpoints.best_notes() == {"step": 5, "acceptance": 4.0}
 
 
 def test_sigterm_saves_and_ends(tmp_path):
@@ -350,9 +380,13 @@ def test_the_pipeline_leaves_a_head_that_loads_bit_equal(loaded, tmp_path):
     folder = tmp_path / "run" / "head"
     head = load.load_head(folder, target())
     assert head.config == dataclasses.replace(config.head_config(MODEL, (1,)), dtype="bfloat16")
-    assert head.metadata["target_fingerprint"] == "f00d" and head.metadata["training_length"] == WIDTH
-    card = (folder / "README.md").read_text()
-    assert "12 prompts, of which 0 were left out; 12 greedy answers" in card and "| s | 12 |" in card
+    assert head.metadata["target_fingerprint"] == "f00d" and head.metadata["training_length"] < WIDTH
+    card, stored = (folder / "README.md").read_text(), answer_store.read(tmp_path / "run" / "answers")
+    assert "12 prompts, of which 0 were left out; 12 greedy answers" in card and "Unfinished" not in card
+    longest = max(e.tokens.size for e in answer_store.learnable(stored, [""] * 12, False)[0])
+    assert f"| longest row in training | {head.metadata['training_length']} tokens |" in card
+    assert head.metadata["training_length"] == longest
+    assert "| s | 11 |" in card and "11 examples with" in card and "1 held out" in card
     assert "causal, mask token 3" in card and "held-out, budget 4" in card
     scale = jnp.asarray(np.load(tmp_path / "run" / "scale.npy"))
     with loop.Checkpoints(tmp_path / "run" / "train") as checkpoints:
@@ -365,6 +399,88 @@ def test_the_pipeline_leaves_a_head_that_loads_bit_equal(loaded, tmp_path):
     assert pipeline.run(config, tmp_path / "run", log.append)
     assert not any("batch 1/" in line for line in log) and any("going on at step 2" in line for line in log)
     jax.tree.map(np.testing.assert_array_equal, load.load_head(folder, target()).params, head.params)
+
+
+def test_another_recipe_than_the_checkpoints_is_refused_by_name(loaded, tmp_path):
+    data = questions(tmp_path)
+    given = SMALL | {"data": str(data), "target": "t", "eval_sequences": 0}
+    go = lambda **change: pipeline.run(settings.make(given | change, "c"), tmp_path / "run", lambda line: None)
+    assert go()
+    for change, line in [
+        ({"tap_layers": (1, 0)}, "--config.tap_layers=1,0: "),
+        (
+            {"causal": False},
+            "--config.causal=false: .*/train was made with true; use a new --workdir, or the old value",
+        ),
+        ({"head_layers": 2}, "--config.head_layers=2: .* was made with 1;"),
+        ({"steps": 3}, "--config.steps=3: .* was made with 2;"),
+        ({"peak_lr": 0.5, "seed": 7}, "--config.seed=7: .* was made with 0;"),
+        ({"heldout": 0}, "--config.heldout=0: .* was made with 1;"),
+    ]:
+        with pytest.raises(ConfigError, match=line):
+            go(**change)
+    assert go(log_every=2, save_every=1, features="online", accumulate=2)
+
+    # Without its scale the run cannot go on; another one would move its coordinates.
+    scale = tmp_path / "run" / "scale.npy"
+    scale.write_bytes(scale.read_bytes()[:-9])
+    with pytest.raises(ConfigError, match=r"scale.npy: cannot be read .*; copy it back, or use a new --workdir"):
+        go()
+
+
+def test_time_is_up_in_training(loaded, tmp_path, monkeypatch):
+    """No head of random parameters; one of an unfinished run says so."""
+    given = SMALL | {"data": str(questions(tmp_path)), "target": "t", "eval_sequences": 0}
+    config, log, real = settings.make(given, "c"), [], loop.train
+    go = lambda steps: monkeypatch.setattr(
+        loop, "train", lambda *a: real(*a[:-2], iter([True] * steps + [False] * 9).__next__, a[-1])
+    )
+    go(0)
+    assert not pipeline.run(config, tmp_path / "run", log.append)
+    assert "train: time is up at step 0 of 2; the same command goes on" in log
+    assert not (tmp_path / "run" / "head").exists() and not any((tmp_path / "run" / "train" / "states").glob("[0-9]*"))
+    go(1)
+    assert not pipeline.run(config, tmp_path / "run", log.append)
+    assert log[-1].endswith("head (step 1; unfinished: the run is at step 1 of 2)")
+    card = tmp_path / "run" / "head" / "README.md"
+    assert "**Unfinished: the run is at step 1 of 2.**" in card.read_text()
+    go(1)
+    assert pipeline.run(config, tmp_path / "run", log.append) and "Unfinished" not in card.read_text()
+
+
+def test_every_setting_is_free_or_of_the_recipe():
+    assert set(settings.KINDS) >= manifest.FREE
+    config = settings.make({"mask_token_id": 3, "steps": 1, "data": "d"}, "c")
+    packed = packing.pack(random_examples(3), WIDTH)
+    values = manifest.recipe(config, target(), HEAD, 1, packed)
+    assert set(settings.KINDS) <= set(values) | manifest.FREE
+    relearnt = packed._replace(learnt=~packed.learnt)
+    assert manifest.recipe(config, target(), HEAD, 1, relearnt)["data_digest"] != values["data_digest"]
+
+
+def test_outputs_of_other_settings_are_refused_by_name(loaded, tmp_path, monkeypatch):
+    found = [{"id": f"s/{i}", "messages": [{"role": "user", "content": t}]} for i, t in enumerate(["ab", "cde"])]
+    monkeypatch.setattr(pipeline.pool, "build", lambda *given: (found, {}))
+    own = [found[0] | {"id": "own/0"}]
+    monkeypatch.setattr(pipeline.own_prompts, "write", lambda *given: own)
+    monkeypatch.setattr(pipeline.pool, "Forbidden", lambda folder: type("None", (), {"matches": None}))
+    given = SMALL | {"prompt_sets": str(tmp_path), "target": "t", "until": "answers", "own_prompts": 1}
+    go = lambda **change: pipeline.run(settings.make(given | change, "c"), tmp_path / "run", lambda line: None)
+    assert go()
+    with pytest.raises(ConfigError, match=r"--config.code_prompts=5: .*; remove .*/pool.jsonl to make it anew, use a"):
+        go(code_prompts=5)
+    for key in ("own_prompts", "max_prompts"):
+        with pytest.raises(ConfigError, match=rf"--config.{key}=2: .*/answers was made with .*; remove .*/answers"):
+            go(**{key: 2})
+    (tmp_path / "run" / "pool.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"--config.code_prompts=5: .*; remove .*/answers"):
+        go(code_prompts=5)  # the pool is made anew, its answers are stale
+    part = next((tmp_path / "run" / "answers").glob("part-*"))
+    part.write_bytes(part.read_bytes()[:-30])
+    with pytest.raises(ConfigError, match=r"part-00000.npz: not a whole file of answers \(.*\); remove it"):
+        answer_store.read(part.parent)
+    part.unlink()
+    assert go(code_prompts=5)
 
 
 @pytest.mark.slow
@@ -508,6 +624,13 @@ def cli(*argv):
     return subprocess.run(
         [sys.executable, "train.py", *argv], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
+
+
+def test_a_work_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    config = settings.make({"mask_token_id": 3, "steps": 1, "data": str(tmp_path)}, "c")
+    with pytest.raises(ConfigError, match=r"--workdir=.*/file/y: cannot be made \(Not a directory\); give a folder"):
+        pipeline.run(config, tmp_path / "file" / "y", print)
 
 
 def test_mistakes_on_the_command_line_are_one_line(tmp_path):

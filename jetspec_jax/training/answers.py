@@ -7,12 +7,15 @@ to end, so nothing is spent on padding.
 from __future__ import annotations
 
 import os
+import zipfile
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from jetspec_jax.config import ConfigError
 from jetspec_jax.training.examples import Example
 
 LONGEST_PERIOD = 48  # tokens; repetitions of longer pieces are left alone
@@ -60,12 +63,20 @@ def write(folder: Path, number: int, answers: Answers) -> Path:
 
 
 def read(folder: Path) -> Answers:
-    """All parts of a folder in order; no rows where there is none."""
+    """All parts of a folder in order; no rows where there is none.
+
+    Raises:
+      ConfigError: a part is damaged.
+    """
     none = np.zeros(0, np.int32)
     parts = [join([], none, none, none, none, none.astype(bool), none.astype(bool))]
     for path in sorted(folder.glob("part-*.npz")):
-        with np.load(path) as stored:
-            parts.append(Answers(**stored))
+        try:
+            with np.load(path) as stored:
+                parts.append(Answers(**stored))
+        except (OSError, EOFError, ValueError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"{path}: not a whole file of answers ({reason}); remove it") from None
     return concatenate(parts)
 
 

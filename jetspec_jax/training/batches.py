@@ -51,6 +51,7 @@ class Batches:
         if batch % (accumulate * processes):
             raise ValueError(f"batch={batch} does not split into {accumulate} parts on {processes} processes")
         self._packed, self._features = packed, features
+        self._anchored = packed.anchored  # once: a pass over all data, asked for at every step
         self._shape = accumulate, batch // (accumulate * processes)
         numbers = grain.MapDataset.range(len(packed.tokens)).shuffle(seed=seed).repeat()
         self._all = numbers.batch(batch)
@@ -70,7 +71,7 @@ class Batches:
 
     def anchored(self, number: int) -> bool:
         """Whether a block can start anywhere in batch `number`, of all processes."""
-        return bool(self._packed.anchored[np.asarray(self._all[number])].any())
+        return bool(self._anchored[np.asarray(self._all[number])].any())
 
     def identities(self, number: int) -> list[str]:
         """What the documents of batch `number` are called, of all processes."""

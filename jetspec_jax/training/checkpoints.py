@@ -6,7 +6,10 @@ One that was damaged afterwards is passed over with a word. The best head so far
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,11 @@ from jetspec_jax.config import ConfigError
 from jetspec_jax.training.step import TrainState
 
 KEPT = 2  # newest states
+
+
+def any_saved(folder: Path) -> bool:
+    """Whether the folder of a run holds a state or a best head, whole or damaged."""
+    return any(path.name.isdigit() for kind in ("states", "best") for path in (folder / kind).glob("*"))
 
 
 class Checkpoints:
@@ -31,11 +39,14 @@ class Checkpoints:
         self._best = ocp.CheckpointManager(folder / "best", options=options(max_to_keep=1))
 
     def __enter__(self) -> Checkpoints:
+        self._quiet = contextlib.ExitStack()
+        self._quiet.enter_context(_no_echoes())
         return self
 
     def __exit__(self, *error) -> None:
-        self._states.close()
-        self._best.close()
+        with self._quiet:
+            self._states.close()
+            self._best.close()
 
     def save(self, step: int, state: TrainState, notes: dict[str, Any]) -> None:
         """Copies the state off the device and writes it in the background; notes: plain values beside it."""
@@ -44,9 +55,11 @@ class Checkpoints:
             raise RuntimeError(f"{self._folder}: state {step} was not saved, a later one is there")
 
     def save_best(self, step: int, params: dict, acceptance: float) -> None:
-        """Replaces the best head; a run that went back and comes by again finds its own."""
-        if step in self._best.all_steps():
-            return
+        """Replaces the best head."""
+        for old in self._best.all_steps():
+            if old >= step:  # of a run that went back; orbax would keep the later step
+                self._best.wait_until_finished()
+                self._best.delete(old)
         args = ocp.args.Composite(
             params=ocp.args.StandardSave(params), notes=ocp.args.JsonSave({"step": step, "acceptance": acceptance})
         )
@@ -83,7 +96,8 @@ class Checkpoints:
                     ),
                 )
             except Exception as error:  # whatever a damaged file provokes
-                reason = f"checkpoint {number} cannot be read ({str(error).strip().splitlines()[0][:200]})"
+                why = str(error).strip().partition("\n")[0].partition(" See full TensorStore details")[0][:200]
+                reason = f"checkpoint {number} cannot be read ({why or type(error).__name__})"
                 log(f"train: {reason}; trying the one before")
                 reasons.append(reason)
                 continue
@@ -100,6 +114,15 @@ class Checkpoints:
             raise ConfigError(f"{self._folder}: {'; '.join(reasons)}; remove it to begin anew")
         return None
 
+    def best_notes(self) -> dict[str, Any]:
+        """Step and acceptance length of the best head; {} where none was saved or it cannot be read."""
+        step = self._best.latest_step()
+        try:
+            args = ocp.args.Composite(notes=ocp.args.JsonRestore())
+            return {} if step is None else self._best.restore(step, args=args)["notes"]
+        except Exception:  # whatever a damaged file provokes
+            return {}
+
     def restore_best(self, like: dict) -> tuple[dict, dict[str, Any]] | None:
         """Parameters and notes of the best head; None where none was saved or it cannot be read."""
         step = self._best.latest_step()
@@ -111,6 +134,22 @@ class Checkpoints:
         except Exception:  # the newest state is the better answer to a damaged file
             return None
         return found["params"], found["notes"]
+
+
+@contextlib.contextmanager
+def _no_echoes() -> Iterator[None]:
+    """Keeps back what other reads print, later and from other threads, when a damaged array has ended an attempt."""
+    excepthook, unraisable, log = sys.excepthook, sys.unraisablehook, logging.getLogger("asyncio")
+    echo = lambda text: "Event loop is closed" in text or "_read_array_index" in text
+    never = lambda record: "never retrieved" not in record.getMessage()
+    sys.excepthook = lambda kind, error, trace: echo(str(error)) or excepthook(kind, error, trace)
+    sys.unraisablehook = lambda args: echo(repr(args.object)) or unraisable(args)
+    log.addFilter(never)
+    try:
+        yield
+    finally:
+        sys.excepthook, sys.unraisablehook = excepthook, unraisable
+        log.removeFilter(never)
 
 
 def _abstract(tree: Any) -> Any:

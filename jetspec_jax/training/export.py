@@ -23,7 +23,7 @@ library_name: jetspec_jax
 tags: [speculative-decoding, draft-head, {family}]
 ---
 
-# Draft head for {target}
+# Draft head for {target}{unfinished}
 
 A {layers}-layer {family} head of {parameters:,} parameters (bfloat16), trained by `jetspec_jax` {version}. It drafts
 {depth} tokens a round and changes no output: the target verifies every token.
@@ -36,7 +36,7 @@ A {layers}-layer {family} head of {parameters:,} parameters (bfloat16), trained 
 | tapped layers | {taps} (0-based, outputs) of {target_layers} |
 | block | {block_size} slots, {mask}, mask token {mask_token} |
 | thinking switch | {thinking} |
-| longest row in training | {length} tokens |
+| longest row in training | {longest} tokens |
 
 ## Training
 
@@ -65,7 +65,7 @@ named, without a decode loop.
 
 ## Limits
 
-The head fits this target in this form, its chat template with the thinking switch above, and rows of at most {length}
+The head fits this target in this form, its chat template with the thinking switch above, and rows of at most {longest}
 tokens. Elsewhere it is slower, never wrong.
 """
 
@@ -75,6 +75,7 @@ def write(
     target,
     recipe: Recipe,
     params: dict,
+    saved: int,
     at: int,
     scale: jax.Array,
     config: Settings,
@@ -82,8 +83,8 @@ def write(
 ) -> None:
     """Folds the scale and saves bf16 weights, config.json, jetspec.json, training.json and README.md.
 
-    target: what `load_target` returns. params: f32, in the coordinates of scaled features, after `at` updates. counts:
-    of the data, as the pipeline gathers them.
+    target: what `load_target` returns. params: f32, in the coordinates of scaled features, after `saved` updates. at:
+    updates that the run has made so far. counts: of the data, as the pipeline gathers them.
     """
     finished = step.fold(params, scale, "bfloat16")
     head, name = recipe.head, Path(target.source).name
@@ -93,8 +94,8 @@ def write(
         "target": name,
         "target_fingerprint": target.fingerprint,
         "thinking": config.thinking_switch,
-        "training_length": config.sequence_length,
-        "training_steps": at,
+        "training_length": counts["longest"],
+        "training_steps": saved,
     }
     checkpoint.save_head(folder, head, finished, metadata, SHARD_BYTES)
     values = {"config": dataclasses.asdict(config), "data": counts}
@@ -113,8 +114,10 @@ def write(
         mask="causal" if head.causal else "bidirectional",
         mask_token=head.mask_token_id,
         thinking={None: "the template's default", True: "on", False: "off"}[config.thinking_switch],
+        unfinished="" if at == recipe.steps else f"\n\n**Unfinished: the run is at step {at:,} of {recipe.steps:,}.**",
+        longest=counts["longest"],
         length=config.sequence_length,
-        step=at,
+        step=saved,
         steps=recipe.steps,
         batch=config.batch,
         anchors=recipe.anchors,
@@ -157,7 +160,8 @@ def _figures(folder: Path) -> str:
 
 def _data(config: Settings, counts: dict[str, Any]) -> str:
     """What was learnt from, in words."""
-    kept = f"{counts['examples']:,} examples with {counts['tokens']:,} supervised tokens were trained on."
+    kept = f"{counts['examples']:,} examples with {counts['tokens']:,} supervised tokens were trained on, "
+    kept += f"{counts['heldout']:,} held out."
     if config.answers == "corpus":
         dropped = sum(counts["dropped"].values())
         return f"{counts['input']:,} rows with their own answers; {dropped:,} gave nothing to learn from. {kept}"

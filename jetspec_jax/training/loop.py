@@ -104,6 +104,7 @@ def train(
         if found := checkpoints.restore(state, plan.resume_step, log):
             state, notes = found
             log(f"train: going on at step {int(state.step)}")
+        notes |= _noted(checkpoints.best_notes())  # the state's own may be older, where the run went back
         at, position = int(state.step), int(state.position)
         saved, first = (at if found else None), at
         lead = jax.process_index() == 0
@@ -153,13 +154,20 @@ def train(
                     checkpoints.save(at, state, notes)
                     saved = at
             _check(state, data, folder)
-            if saved != at:
+            if saved != at and at:
                 checkpoints.save(at, state, notes)
-            if stopped():
-                log(f"train: SIGTERM; saved step {at}, the same command goes on")
+            if at < recipe.steps:
+                why = f"SIGTERM; saved step {at}" if stopped() else f"time is up at step {at} of {recipe.steps}"
+                log(f"train: {why}; the same command goes on")
         checkpoints.wait()
         best = checkpoints.restore_best(state.params)
+        notes |= _noted(best[1] if best else {})
     return Outcome(state, best[0] if best else None, notes)
+
+
+def _noted(best: dict[str, Any]) -> dict[str, Any]:
+    """The notes of a state about the best head, from that head's own."""
+    return {"best": best.get("acceptance", 0.0), "best_step": best.get("step", 0)}
 
 
 def _put(batch: Batch, mesh) -> Batch:

@@ -5,10 +5,11 @@
     WORKDIR/answers/, answers.json    answers of the target, and their counts
     WORKDIR/features/                 features of the target, where they are kept in files
     WORKDIR/scale.npy                 root mean square of the tapped channels
-    WORKDIR/train/                    checkpoints and metrics.jsonl
+    WORKDIR/train/                    settings.json, checkpoints and metrics.jsonl
     WORKDIR/head/                     the head in the published format, with its model card
 
-A stage whose output is complete is skipped; one that was cut off goes on.
+A stage whose output is complete is skipped; one that was cut off goes on. What an output was made with lies beside it
+(`manifest`): a command with other settings is refused.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from jetspec_jax.training import (
     export,
     features,
     loop,
+    manifest,
     own_prompts,
     packing,
     pool,
@@ -46,6 +48,7 @@ from jetspec_jax.training import (
     teacher,
 )
 from jetspec_jax.training.batches import Batches
+from jetspec_jax.training.checkpoints import any_saved
 from jetspec_jax.training.examples import Example
 from jetspec_jax.training.losses import Mix
 from jetspec_jax.training.packing import Packed
@@ -67,7 +70,12 @@ def run(config: Settings, workdir: Path, log: Log) -> bool:
     begin = time.monotonic()
     on_time = lambda: not config.max_minutes or time.monotonic() - begin < 60 * config.max_minutes
     config.check_files()
-    workdir.mkdir(parents=True, exist_ok=True)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--workdir={workdir}: cannot be made ({error.strerror}); give a folder to write to"
+        ) from None
     if config.until == "pool":
         _source(config, workdir, log)
         return True
@@ -94,7 +102,6 @@ def run(config: Settings, workdir: Path, log: Log) -> bool:
             log("answers: time is up; the same command goes on")
             return False
         known, counts = answered
-    counts["sources"] = _sources(known)
     if config.until == "answers":
         return True
 
@@ -106,19 +113,32 @@ def run(config: Settings, workdir: Path, log: Log) -> bool:
     if judged is not None:
         judged = judged.select(np.arange(min(config.eval_sequences, len(judged.tokens))))
     filled = float((packed.document > 0).mean())
-    counts |= {"examples": len(train), "tokens": int(packed.learnt.sum()), "sequences": len(packed.tokens)}
+    counts |= {
+        "examples": len(train),
+        "heldout": len(heldout),
+        "tokens": int(packed.learnt.sum()),
+        "sequences": len(packed.tokens),
+        "longest": max(e.tokens.size for e in train),
+        "sources": _sources(train),
+    }
     log(
         f"data: {len(train):,} examples with {counts['tokens']:,} supervised tokens in {len(packed.tokens):,} "
         f"sequences of {length} ({filled:.0%} full); {len(heldout):,} examples held out"
     )
 
+    # ---- what is learnt is settled
+    if config.features == "memory":
+        packed = _fitting(packed, target, head, mesh, log)
+    steps = config.steps or math.ceil(config.epochs * len(packed.tokens) / config.batch)
+    begun = any_saved(workdir / "train")
+    _settle(workdir / "train", manifest.recipe(config, target, head, steps, packed), begun, log)
+
     # ---- features
     attention = teacher.kernel(config.attention, target.dtype)
-    scale = _scale(workdir / "scale.npy", config, target, packed, head, attention)
+    scale = _scale(workdir / "scale.npy", begun, config, target, packed, head, attention)
     kept, stored = None, None
     start = time.monotonic()
     if config.features == "memory":
-        packed = _fitting(packed, target, head, mesh, log)
         place = lambda shape, dtype: jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding.split(mesh))()
         put = lambda x: jax.device_put(x, sharding.split(mesh))
         batch = config.feature_batch * mesh.shape["data"]
@@ -136,7 +156,6 @@ def run(config: Settings, workdir: Path, log: Log) -> bool:
         stored = features.Stored(workdir / "features", target, packed, head.tap_layers)
 
     # ---- training
-    steps = config.steps or math.ceil(config.epochs * len(packed.tokens) / config.batch)
     recipe = make_recipe(config, target, head, steps, attention)
     batches = Batches(
         packed, config.batch, config.accumulate, config.seed, stored, jax.process_index(), jax.process_count()
@@ -153,11 +172,14 @@ def run(config: Settings, workdir: Path, log: Log) -> bool:
     del kept
 
     # ---- export: also of an unfinished head, so that a machine that goes away leaves one
+    if at == 0:
+        return False
     params, saved = outcome.state.params, at
     if config.export == "best" and outcome.best is not None:
         params, saved = outcome.best, outcome.notes["best_step"]
-    export.write(workdir / "head", target, recipe, params, saved, scale, config, counts)
-    log(f"export: {workdir / 'head'} (step {saved})")
+    export.write(workdir / "head", target, recipe, params, saved, at, scale, config, counts)
+    unfinished = "" if at == steps else f"; unfinished: the run is at step {at} of {steps}"
+    log(f"export: {workdir / 'head'} (step {saved}{unfinished})")
     if at == steps and config.decode_prompts:
         _decode(config, workdir, target, log)
     return at == steps
@@ -201,26 +223,44 @@ def _source(config: Settings, workdir: Path, log: Log) -> Path:
     if config.data:
         return Path(config.data)
     path = workdir / "pool.jsonl"
-    if not path.exists():
+    made = {name: getattr(config, name) for name in manifest.POOL}
+    if path.exists():
+        manifest.check(path.with_suffix(".settings.json"), made, _fix(path))
+    else:
         found, counts = pool.build(
             Path(config.prompt_sets), config.code_prompts, config.code_per_package, config.chat_prompts
         )
         path.with_suffix(".json").write_text(json.dumps(counts, indent=1) + "\n")
-        prompts.write(path, found)
+        manifest.write(path.with_suffix(".settings.json"), made)
+        prompts.write(path.with_suffix(".tmp"), found)
+        path.with_suffix(".tmp").rename(path)
     log(f"pool: {path}")
     return path
+
+
+def _fix(output: Path) -> str:
+    return f"remove {output} to make it anew, use a new --workdir, or the old value"
 
 
 def _answers(
     config: Settings, workdir: Path, target, source: Path, on_time, log: Log
 ) -> tuple[list[Example], dict[str, Any]] | None:
     """Examples of the target's answers and their counts; None when time ran out."""
+    folder, asking = workdir / "answers", manifest.prompts(config)
+    if any(folder.glob("part-*.npz")):
+        manifest.check(folder / manifest.FILE, asking, _fix(folder))
+    else:
+        manifest.write(folder / manifest.FILE, asking)
     own = workdir / "own.jsonl"
-    if config.own_prompts and not own.exists():
+    made = {name: getattr(config, name) for name in manifest.OWN}
+    if config.own_prompts and own.exists():
+        manifest.check(own.with_suffix(".settings.json"), made, _fix(own))
+    elif config.own_prompts:
         forbidden = pool.Forbidden(Path(config.prompt_sets)).matches if config.prompt_sets else lambda text: False
         written = own_prompts.write(
             target, config.own_prompts, config.own_temperature, config.seed, config.answer_batch, forbidden, log
         )
+        manifest.write(own.with_suffix(".settings.json"), made)
         prompts.write(own.with_suffix(".tmp"), written)
         own.with_suffix(".tmp").rename(own)
 
@@ -235,7 +275,6 @@ def _answers(
     found = regenerate.ask(target, asked(), config.max_prompt_tokens, config.thinking_switch)
     for why, n in found.skipped.most_common():
         log(f"prompts: {n:,} of {found.total:,} left out: {why}")
-    folder = workdir / "answers"
     complete = regenerate.regenerate(
         target,
         found.ids,
@@ -294,13 +333,32 @@ def _sources(known: list[Example]) -> dict[str, dict[str, int]]:
     return {name: {"examples": number[name], "tokens": tokens[name]} for name in sorted(number)}
 
 
-def _scale(path: Path, config: Settings, target, packed: Packed, head: HeadConfig, attention: str) -> jax.Array:
+def _settle(folder: Path, values: dict[str, Any], begun: bool, log: Log) -> None:
+    """Refuses another recipe than that of the checkpoints in the folder; writes it where none is compared."""
+    path = folder / manifest.FILE
+    if begun:
+        if manifest.check(path, values, "use a new --workdir, or the old value"):
+            return
+        log(f"train: {folder} is of a version that kept no {path.name}; its settings are taken to be the present ones")
+    if jax.process_index() == 0:
+        manifest.write(path, values)
+
+
+def _scale(
+    path: Path, begun: bool, config: Settings, target, packed: Packed, head: HeadConfig, attention: str
+) -> jax.Array:
     """The scale of the run's first command: a resumed run must not move its coordinates by a rounding."""
-    if not path.exists():
+    if not begun:
         found = features.scale(target, packed, head.tap_layers, config.scale_sequences, config.feature_batch, attention)
         np.save(path.with_suffix(".tmp.npy"), np.asarray(found))
         path.with_suffix(".tmp.npy").rename(path)
-    stored = np.load(path)
+    try:
+        stored = np.load(path)
+    except (OSError, EOFError, ValueError) as error:  # gone, empty or cut short
+        raise ConfigError(
+            f"{path}: cannot be read ({str(error).splitlines()[0]}), and the checkpoints in {path.parent / 'train'} "
+            "need it; copy it back, or use a new --workdir"
+        ) from None
     if stored.size != len(head.tap_layers) * head.hidden_size:
         raise ConfigError(f"{path}: made for other taps ({stored.size} channels); use a new --workdir")
     return jnp.asarray(stored)

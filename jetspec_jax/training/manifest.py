@@ -1,0 +1,93 @@
+"""What an output was made with, as JSON beside it, so that a command with other values is refused and mixes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from jetspec_jax.config import ConfigError, HeadConfig
+from jetspec_jax.training.packing import Packed
+from jetspec_jax.training.settings import KINDS, Settings
+
+FILE = "settings.json"
+
+POOL = "code_prompts", "code_per_package", "chat_prompts"
+OWN = "own_prompts", "own_temperature"
+ASKED = "max_prompts", "max_prompt_tokens", "thinking"
+
+# Settings that a run may change between two commands; any other one, also a future one, belongs to the recipe.
+FREE = frozenset(
+    (
+        *("max_minutes", "until", "resume_step", "export"),
+        *("log_every", "eval_every", "save_every", "decode_prompts", "decode_limit", "decode_budget"),
+        # The same numbers but for rounding: another machine may need other ones.
+        *("features", "feature_batch", "loss_chunk", "accumulate", "model_parallel", "attention", "remat"),
+        "scale_sequences",  # the scale is made once
+        # Compared by what came of them: fingerprint, dtype, steps, taps, digest of the data.
+        *("target", "dtype", "epochs", "taps", "data", "prompt_sets", *POOL, *OWN, "max_prompts", "max_prompt_tokens"),
+        *("max_new_tokens", "samples", "temperature", "answer_batch", "save_batches", "answer_head", "answer_budget"),
+    )
+)
+
+
+def recipe(config: Settings, target, head: HeadConfig, steps: int, packed: Packed) -> dict[str, Any]:
+    """All that decides what a training run learns and which of its heads is the best one."""
+    named = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE}
+    named |= {"tap_layers": head.tap_layers, "steps": steps}
+    digest = hashlib.sha256()
+    for array in (packed.tokens, packed.document, packed.learnt):
+        digest.update(array.tobytes())
+    return {
+        "target_fingerprint": target.fingerprint,
+        "target_dtype": str(target.dtype),
+        **named,
+        "sequences": len(packed.tokens),
+        "data_digest": digest.hexdigest()[:16],
+    }
+
+
+def prompts(config: Settings) -> dict[str, Any]:
+    """The settings that choose the prompts which are answered."""
+    names = (() if config.data else POOL) + (OWN if config.own_prompts else OWN[:1]) + ASKED
+    return {name: getattr(config, name) for name in names}
+
+
+def write(path: Path, values: dict[str, Any]) -> None:
+    """Writes the values; a reader never sees half of them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def check(path: Path, values: dict[str, Any], fix: str) -> bool:
+    """Whether there is a manifest to compare with; a key that its version of the package did not know is passed over.
+
+    fix: the end of the line that refuses.
+
+    Raises:
+      ConfigError: a value differs; the first one is named.
+    """
+    if not path.exists():
+        return False
+    try:
+        found = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: no readable manifest ({error}); {fix}") from None
+    for key, value in json.loads(json.dumps(values)).items():
+        if found.get(key, value) != value:
+            name = f"--config.{key}" if key in KINDS else key
+            old = found[key]
+            raise ConfigError(f"{name}={_shown(value)}: {path.parent} was made with {_shown(old)}; {fix}")
+    return True
+
+
+def _shown(value: Any) -> str:
+    """As the command line takes it."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value) or "''"
