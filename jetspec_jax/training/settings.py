@@ -52,7 +52,7 @@ class Settings:
     chat_prompts: int = _number(2_500, 0)
     own_prompts: int = _number(0, 0)  # user turns that the target writes itself, beside the pool's
     own_temperature: float = _number(1.0, 0, 10, above=True)
-    max_prompts: int = _number(0, 0)  # the first ones; 0 is all
+    max_prompts: int = _number(0, 0)  # the first rows, own_prompts on top; 0 is all
 
     # ---- answers
     answers: str = _one_of("target", "target", "corpus")  # the target answers the prompts, or the rows' own answers
