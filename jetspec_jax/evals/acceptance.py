@@ -48,7 +48,7 @@ def pooled(results: Sequence[speculate.Result]) -> dict:
 
     acceptance_length: tokens that a round verified, its bonus token included, over all rounds of all prompts.
     emitted_per_round: tokens of a round that reached the output, which ends and limits cut.
-    accepted_per_round: drafted tokens of them, without the bonus.
+    accepted_per_round: drafted tokens that a round verified, without the bonus.
     reached: share of rounds that accepted at least 1, 2, ... drafted tokens; conditional: of those rounds that accepted
         the one before (None where no round did).
     """
