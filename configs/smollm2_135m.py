@@ -30,7 +30,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.feature_batch = 64
     c.head_layers = 4
     c.mask_token_id = 16  # <empty_output>: one of the untrained rows of this vocabulary
-    c.steps = 16_000
+    c.steps = 18_000
     c.batch = 32
     c.anchors = 64
     c.gamma = 7.0

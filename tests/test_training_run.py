@@ -483,6 +483,18 @@ def test_outputs_of_other_settings_are_refused_by_name(loaded, tmp_path, monkeyp
     assert go(code_prompts=5)
 
 
+def test_own_prompts_keep_off_the_benchmarks_of_prompt_sets_beside_other_rows(loaded, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(pipeline.pool, "Forbidden", lambda folder: type("Known", (), {"matches": folder}))
+    monkeypatch.setattr(pipeline.own_prompts, "write", lambda *given: asked.append(given[5]) or [])
+    given = SMALL | {"data": str(questions(tmp_path)), "target": "t", "until": "answers", "own_prompts": 1}
+    log = []
+    for name, change in (("with", {"prompt_sets": str(tmp_path)}), ("without", {})):
+        assert pipeline.run(settings.make(given | change, "c"), tmp_path / name, log.append)
+    assert asked[0] == tmp_path and asked[1]("text") is False
+    assert sum(line.startswith("own prompts: not compared") for line in log) == 1
+
+
 @pytest.mark.slow
 def test_the_answers_as_a_data_set_of_their_own(loaded, tmp_path):
     """Regenerated rows, features in files, going on from a head that is there."""
@@ -571,6 +583,17 @@ def test_a_study_keeps_every_figure_and_asks_the_time_before_it(loaded, stages, 
     assert study.main(command) == 0 and made == [2, 4, 2, 4]
     trained = [folder.name for config, folder in stages if config.until == "export"]
     assert trained == ["variant-0", "variant-1"] and "1.50 (1.00) | 1.50 (1.00)" in capsys.readouterr().out
+
+
+def test_rows_of_the_study_may_be_taken_alone(loaded, stages, tmp_path, monkeypatch, capsys):
+    command = [*study_command(tmp_path, monkeypatch), "--steps=1"]
+    monkeypatch.setattr(study.acceptance, "measure", lambda *given: {"acceptance_length": 1.5})
+    assert study.main([*command, "--variants", "2"]) == 1
+    assert "study: --variants=2: the table has the rows 0..1" in capsys.readouterr().err
+    assert study.main([*command, "--variants", "1"]) == 0
+    trained = lambda: [folder.name for config, folder in stages if config.until == "export"]
+    assert trained() == ["variant-1"] and "| 1.50 | 1.50 |" in capsys.readouterr().out
+    assert study.main(command) == 0 and trained() == ["variant-1", "variant-0"]
 
 
 def test_a_study_in_the_folder_of_another_is_refused_by_name(loaded, stages, tmp_path, monkeypatch, capsys):

@@ -52,7 +52,7 @@ class Rows(NamedTuple):
 class Loss(NamedTuple):
     value: jax.Array  # [] f32, sum over rows of weight * loss
     gradient: jax.Array  # [B, R, E] d value / d draft, in the dtype of `draft`
-    hit: jax.Array  # [B, R] bool: the head's best token is the target's (the text's, for cross entropy alone)
+    hit: jax.Array  # [B, R] bool: no token is better to the head than the target's best (the text's, for CE alone)
 
 
 def distill(table: Float[Array, "V E"], rows: Rows, mix: Mix, chunk: int = 4096) -> Loss:
@@ -74,41 +74,66 @@ def distill(table: Float[Array, "V E"], rows: Rows, mix: Mix, chunk: int = 4096)
     def body(total, part: Rows):
         draft = einsum("bre,ve->brv", part.draft, table, jnp.float32)
         teacher = einsum("bre,ve->brv", part.teacher, table, jnp.float32) if mix.teaches else None
-        loss, slope = _loss(draft, teacher, part.label, mix)
+        loss, slope, hit = _loss(draft, teacher, part.label, mix)
         # A row without a label may hold anything: 0 * inf must not reach the sum.
         loss = jnp.where(part.weight > 0, loss * part.weight, 0)
         slope = jnp.where(part.weight[..., None] > 0, slope * part.weight[..., None], 0).astype(part.draft.dtype)
-        best = part.label if teacher is None else teacher.argmax(-1)
-        return total + loss.sum(), (einsum("brv,ve->bre", slope, table), draft.argmax(-1) == best)
+        return total + loss.sum(), (einsum("brv,ve->bre", slope, table), hit)
 
     value, (gradient, hit) = jax.lax.scan(body, jnp.float32(0), jax.tree.map(split, rows))
     return Loss(value, join(gradient), join(hit))
 
 
+class _Softmax(NamedTuple):
+    """Of logits: `shifted` [B, R, V] is (logits - peak) / T, `log_sum` [B, R] the logarithm of the sum of its exp."""
+
+    shifted: jax.Array
+    log_sum: jax.Array
+
+    @property
+    def logp(self) -> Float[Array, "B R V"]:
+        return self.shifted - self.log_sum[..., None]
+
+
 def _loss(draft: Float[Array, "B R V"], teacher: Float[Array, "B R V"] | None, label, mix: Mix):
-    """Loss [B, R] and its derivative by the draft's logits [B, R, V]."""
+    """Loss [B, R], its derivative by the draft's logits [B, R, V], and whether the head's best token is right [B, R].
+
+    The logits are far larger than what a device keeps close, so what counts is how often they are read: once for their
+    peaks (the teacher's with its place, the draft is only compared there), once for all sums, once for the derivative.
+    """
     heat = mix.temperature
-    loss, slope = jnp.zeros(draft.shape[:2]), jnp.zeros(())
+    peak = draft.max(-1)
+    x = (draft - peak[..., None]) / heat
+    q = _Softmax(x, jnp.log(jnp.exp(x).sum(-1)))
+    loss, slope, best = jnp.zeros(draft.shape[:2]), jnp.zeros(()), label
     if teacher is not None:
-        log_p, log_q = jax.nn.log_softmax(teacher / heat), jax.nn.log_softmax(draft / heat)
-        p, q = jnp.exp(log_p), jnp.exp(log_q)
+        best = teacher.argmax(-1)
+        y = (teacher - _at(teacher, best)[..., None]) / heat
+        p = _Softmax(y, jnp.log(jnp.exp(y).sum(-1)))
         if mix.forward_kl:
             # Where p is 0 its term is 0, also where log p is -inf.
-            loss += mix.forward_kl * heat**2 * jnp.where(p > 0, p * (log_p - log_q), 0).sum(-1)
-            slope = slope + mix.forward_kl * heat * (q - p)
+            apart = jnp.where(jnp.exp(y) > 0, jnp.exp(y) * (y - x), 0).sum(-1) / jnp.exp(p.log_sum)
+            loss += mix.forward_kl * heat**2 * (apart - p.log_sum + q.log_sum)
+            slope = slope + mix.forward_kl * heat * (jnp.exp(q.logp) - jnp.exp(p.logp))
         if mix.reverse_kl:
-            ratio = jnp.where(q > 0, log_q - jnp.maximum(log_p, LEAST), 0)
-            reverse = (q * ratio).sum(-1)
-            loss += mix.reverse_kl * heat**2 * reverse
-            slope = slope + mix.reverse_kl * heat * q * (ratio - reverse[..., None])
+            y = jnp.maximum(y, LEAST)
+            apart = jnp.where(jnp.exp(x) > 0, jnp.exp(x) * (x - y), 0).sum(-1) / jnp.exp(q.log_sum)
+            loss += mix.reverse_kl * heat**2 * (apart - q.log_sum + p.log_sum)
+            ratio = jnp.where(jnp.exp(x) > 0, x - y - apart[..., None], 0)
+            slope = slope + mix.reverse_kl * heat * jnp.exp(q.logp) * ratio
     if mix.cross_entropy:
-        log_q = jax.nn.log_softmax(draft)
-        loss += mix.cross_entropy * -jnp.take_along_axis(log_q, label[..., None], -1)[..., 0]
-        slope = slope + mix.cross_entropy * (jnp.exp(log_q) - jax.nn.one_hot(label, draft.shape[-1]))
-    return loss, slope
+        x = draft - peak[..., None]
+        q = _Softmax(x, jnp.log(jnp.exp(x).sum(-1)))
+        loss += mix.cross_entropy * (q.log_sum - _at(x, label))
+        slope = slope + mix.cross_entropy * (jnp.exp(q.logp) - jax.nn.one_hot(label, draft.shape[-1]))
+    return loss, slope, _at(draft, best) >= peak
 
 
-LEAST = -1e4  # log-probability that stands for zero in the reverse KL, which would be infinite
+def _at(x: Float[Array, "B R V"], token) -> Float[Array, "B R"]:
+    return jnp.take_along_axis(x, token[..., None], -1)[..., 0]
+
+
+LEAST = -1e4  # logit below the peak that stands for no probability in the reverse KL, which would be infinite
 
 
 def run_length(hit: Bool[Array, "B A D"], exists: Bool[Array, "B A D"]) -> tuple[Array, Array, Array]:

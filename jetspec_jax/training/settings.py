@@ -46,7 +46,7 @@ class Settings:
 
     # ---- prompts
     data: str = ""  # rows: .jsonl, .parquet, a folder of them, or a Hugging Face dataset on disk
-    prompt_sets: str = ""  # folder of prompt sets to build the demo's pool from, where data is empty
+    prompt_sets: str = ""  # folder of prompt sets: own prompts keep off its benchmarks; the pool, where data is empty
     code_prompts: int = _number(11_000, 0)  # of that pool
     code_per_package: int = _number(600, 1)
     chat_prompts: int = _number(2_500, 0)
@@ -147,8 +147,6 @@ class Settings:
             raise _wrong("answers", "corpus", "give the rows with --config.data")
         if self.answers == "corpus" and self.own_prompts:
             raise _wrong("own_prompts", self.own_prompts, "prompts without an answer need --config.answers=target")
-        if self.data and self.prompt_sets:
-            raise _wrong("prompt_sets", self.prompt_sets, f"data={self.data} is given too; keep one")
 
     def check_files(self) -> None:
         """Refuses paths that do not exist, before anything slow; what may be a hub id is left to the loader."""

@@ -12,7 +12,8 @@ lengths of answers, so the number of tokens and of packed sequences; the target'
 trim_loops where they repeat themselves), the corpus' are all whole.
 
 The same command again goes on, in the middle of measuring too; another one in the same DIR is refused. DIR/study.md
-holds the table of what is done so far.
+holds the table of what is done so far. `--variants 0 2` takes rows of that table alone: once the first command has
+DIR/shared/corpus.jsonl, others may do other rows in the same DIR at the same time.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -66,8 +68,11 @@ def run(
     on_time: Callable[[], bool],
     left: Callable,
     log: Log,
+    numbers: list[int] | None = None,
 ) -> bool:
-    """Does what has no result yet; True when all is done. left: minutes of this command, 0 for no end.
+    """Does what has no result yet, of the variants with these numbers or of all; True when those are done.
+
+    left: minutes of this command, 0 for no end.
 
     Raises:
       ConfigError: the folder belongs to a study with other settings, data, prompts or target.
@@ -90,6 +95,8 @@ def run(
     if not corpus.exists():
         _learnt(data, shared / "answers", base.trim_loops, corpus)
     for number, (name, (change, _)) in enumerate(VARIANTS.items()):
+        if numbers and number not in numbers:
+            continue
         folder = workdir / f"variant-{number}"
         folder.mkdir(exist_ok=True)
         if not (folder / "result.json").exists():
@@ -210,9 +217,10 @@ def _write(path: Path, kept: list[rows.Row]) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes the file whole or not at all."""
-    path.with_suffix(".tmp").write_text(text, encoding="utf-8")
-    path.with_suffix(".tmp").replace(path)
+    """Writes the file whole or not at all, also where another command writes it too."""
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
 
 
 def _digest(text: str) -> str:
@@ -250,6 +258,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--prompts", required=True, nargs="+", type=Path, help="prompt files to decode")
     parser.add_argument("--limit", type=int, default=64, help="prompts of each file")
     parser.add_argument("--steps", type=int, default=1_500)
+    parser.add_argument(
+        "--variants", type=int, nargs="+", metavar="ROW", help="rows of the table, from 0; default: all"
+    )
     parser.add_argument("--target", default="", help="default: the configuration's")
     parser.add_argument("--max_minutes", type=float, default=0.0, help="stop then; the same command goes on")
     given = parser.parse_args(argv)
@@ -262,6 +273,9 @@ def main(argv: list[str]) -> int:
         for name, least in (("limit", 1), ("steps", 1), ("max_minutes", 0)):
             if not getattr(given, name) >= least:
                 raise ConfigError(f"--{name}={getattr(given, name)}: give a number >= {least}")
+        for row in given.variants or []:
+            if not 0 <= row < len(VARIANTS):
+                raise ConfigError(f"--variants={row}: the table has the rows 0..{len(VARIANTS) - 1}")
         values = options.load(given.config)
         for name in ("prompt_sets", "own_prompts", "epochs"):
             values.pop(name, None)
@@ -278,7 +292,7 @@ def main(argv: list[str]) -> int:
                 raise ConfigError(
                     f"--prompts: {names.count(name)} files are called {name}; the table needs other names"
                 )
-        done = run(base, given.workdir, given.prompts, given.limit, on_time, left, say)
+        done = run(base, given.workdir, given.prompts, given.limit, on_time, left, say, given.variants)
         _replace(given.workdir / "study.md", table(given.workdir, base))
     except (ConfigError, loop.TrainingError, OSError) as error:
         say(f"study: {error}")
