@@ -156,14 +156,14 @@ def main() -> None:
         del held, start, found, slots
 
     state = jax.jit(lambda norm: step.init(recipe, norm))(params["norm"])
-    update = jax.jit(step.update, static_argnums=0, donate_argnums=4)
-    compiled = update.lower(recipe, params, scale, None, state, batch).compile()
+    update = jax.jit(step.update, static_argnums=0, donate_argnums=3)
+    compiled = update.lower(recipe, params, scale, state, batch).compile()
     memory = compiled.memory_analysis()
     holder = [state]
     del state
 
     def whole():
-        holder[0], metrics = update(recipe, params, scale, None, holder[0], batch)
+        holder[0], metrics = update(recipe, params, scale, holder[0], batch)
         return metrics
 
     time_step = seconds(whole, args.steps)

@@ -26,7 +26,7 @@ class Batch(NamedTuple):
     position: Data  # [n, B, S] int32
     learnt: Data  # [n, B, S] bool
     rows: Data  # [n, B] int32, numbers of the sequences
-    features: Features | None = None  # [n, B, S, ...] where the host brings them
+    features: Features | None = None  # [n, B, S, ...] where they are not made in the step
 
     @property
     def size(self) -> int:

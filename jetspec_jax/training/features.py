@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -73,6 +74,14 @@ def resident(
         parts = [put(_padded(x[first : first + batch], batch)) for x in packed[:3]]
         store = fill(target.params, store, jnp.int32(first), *parts)
     return store
+
+
+def gather(kept: Features, rows: Int[Array, "n B"]) -> Features:
+    """Features [n, B, S, ...] of these sequences.
+
+    To be a program of its own: inside the step, XLA may copy the whole store into a layout that suits a product.
+    """
+    return Features(kept.taps[rows], kept.final[rows])
 
 
 def write(

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jetspec_jax import sharding
-from jetspec_jax.training import evaluation, flops, step
+from jetspec_jax.training import evaluation, features, flops, step
 from jetspec_jax.training.batches import Batch, Batches
 from jetspec_jax.training.checkpoints import Checkpoints
 from jetspec_jax.training.journal import Journal
@@ -89,7 +89,8 @@ def train(
     """
     make = lambda norm: step.init(recipe, norm, start)
     layout = sharding.trained(jax.eval_shape(make, target.params["norm"]), mesh)
-    update = jax.jit(step.update, static_argnums=0, donate_argnums=4, out_shardings=(layout, sharding.repeated(mesh)))
+    update = jax.jit(step.update, static_argnums=0, donate_argnums=3, out_shardings=(layout, sharding.repeated(mesh)))
+    gather = jax.jit(features.gather, out_shardings=sharding.split(mesh, axis=1))
     state = jax.jit(make, out_shardings=layout)(target.params["norm"])
     scale = jax.device_put(scale, sharding.repeated(mesh))
     length = data[0].tokens.shape[-1]
@@ -117,7 +118,10 @@ def train(
                     state = state._replace(position=state.position + 1)
                     continue
                 batch = data[position]
-                state, metrics = update(recipe, target.params, scale, kept, state, _put(batch, mesh))
+                placed = _put(batch, mesh)
+                if kept is not None:
+                    placed = placed._replace(features=gather(kept, placed.rows))
+                state, metrics = update(recipe, target.params, scale, state, placed)
                 window.append(metrics)
                 at, position, timed = at + 1, position + 1, timed + 1
                 tokens += batch.size * jax.process_count()

@@ -124,13 +124,11 @@ def update(
     recipe: Recipe,
     target_params: dict,
     scale: Float[Array, " F"],
-    kept: Features | None,
     state: TrainState,
     batch: Batch,
 ) -> tuple[TrainState, Metrics]:
     """One step. Parts of the batch run one after the other; the result is that of the whole batch at once.
 
-    kept: features of all sequences, where they lie on the device; the batch names its rows.
     A batch without an anchor changes nothing but the position. So does one with a value that is not finite, and every
     batch after it: `state.broken` keeps the first one's position.
     """
@@ -139,7 +137,7 @@ def update(
 
     def one(part: Batch, number) -> tuple:
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(number * width + jnp.arange(width))
-        features = _features(recipe, target_params, kept, part)
+        features = _features(recipe, target_params, part)
         candidate = anchor_rules.candidates(part.learnt, part.document)
         anchors = anchor_rules.sample(keys, candidate, recipe.anchors)
         return _gradient(recipe, target_params, scale, state.params, part, features, anchors)
@@ -193,10 +191,8 @@ class _Sums(NamedTuple):
         return Metrics(loss, self.run / blocks, self.first / blocks, self.blocks.astype(jnp.float32), gradient_norm)
 
 
-def _features(recipe: Recipe, target_params, kept: Features | None, part: Batch) -> Features:
-    """Kept on the device, brought by the host, or made here; the same numbers."""
-    if kept is not None:
-        return Features(kept.taps[part.rows], kept.final[part.rows])
+def _features(recipe: Recipe, target_params, part: Batch) -> Features:
+    """Brought with the batch, or made here; the same numbers."""
     if part.features is not None:
         return part.features
     p = part
