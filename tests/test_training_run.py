@@ -251,6 +251,7 @@ def test_the_best_head_keeps_its_own_step_when_the_run_goes_back(tmp_path, monke
         checkpoints.save_best(5, again.best, 4.0)
         checkpoints.wait()
         assert checkpoints.best_notes() == {"step": 5, "acceptance": 4.0}
+    assert (tmp_path / "later-best-10").is_dir()  # a kill before the save loses nothing
 
 
 def test_sigterm_saves_and_ends(tmp_path):
@@ -264,7 +265,7 @@ def test_sigterm_saves_and_ends(tmp_path):
 
     said = []
     outcome = run(tmp_path, 20, packed, data=Ending(packed, 4, 1, 0), log=said.append)
-    assert int(outcome.state.step) == 4 and "SIGTERM; saved step 4" in said[-1]
+    assert int(outcome.state.step) == 4 and "train: SIGTERM at step 4 of" in said[-1]
     assert (tmp_path / "states" / "4").is_dir()
 
 

@@ -56,10 +56,13 @@ class Checkpoints:
 
     def save_best(self, step: int, params: dict, acceptance: float) -> None:
         """Replaces the best head."""
-        for old in self._best.all_steps():
-            if old >= step:  # of a run that went back; orbax would keep the later step
-                self._best.wait_until_finished()
-                self._best.delete(old)
+        self._best.wait_until_finished()
+        # Of a run that went back: orbax would keep the later step. It stays on the disk, a kill may come before the save.
+        later = [old for old in self._best.all_steps() if old >= step]
+        for old in later:
+            (self._folder / "best" / str(old)).rename(self._folder / f"later-best-{old}")
+        if later:
+            self._best.reload()
         args = ocp.args.Composite(
             params=ocp.args.StandardSave(params), notes=ocp.args.JsonSave({"step": step, "acceptance": acceptance})
         )

@@ -161,8 +161,8 @@ def train(
             if saved != at and at:
                 checkpoints.save(at, state, notes)
             if at < recipe.steps:
-                why = f"SIGTERM; saved step {at}" if stopped() else f"time is up at step {at} of {recipe.steps}"
-                log(f"train: {why}; the same command goes on")
+                why = "SIGTERM" if stopped() else "time is up"
+                log(f"train: {why} at step {at} of {recipe.steps}; the same command goes on")
         checkpoints.wait()
         best = checkpoints.restore_best(state.params)
         notes |= _noted(best[1] if best else {})
