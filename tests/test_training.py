@@ -251,6 +251,13 @@ def test_packing_loses_nothing_and_fills_well():
             np.testing.assert_array_equal(packed.tokens[i, here], by_name[name].tokens)
 
 
+def test_a_sample_of_sequences_has_long_and_short_documents():
+    packed = packing.pack([example(str(n), range(n), 2) for n in range(WIDTH, 4, -1)], WIDTH)
+    few, longest = packed.sample(3), lambda p: [int(row.max()) + 1 for row in p.position]
+    assert len(few.tokens) == 3 and longest(few)[0] == WIDTH and longest(few)[-1] == longest(packed)[-1]
+    assert packed.sample(10**6).identities == packed.identities
+
+
 # ---- the step
 
 

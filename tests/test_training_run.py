@@ -8,10 +8,12 @@ import pathlib
 import signal
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import small
 from small import HEAD, MODEL, WIDTH, random_examples, recipe, target
@@ -237,6 +239,20 @@ def test_echoes_of_a_damaged_array_are_kept_back_and_nothing_else_is(tmp_path, c
     assert sys.excepthook is hook and not logging.getLogger("asyncio").filters
 
 
+def test_a_full_device_is_no_damaged_checkpoint(tmp_path, monkeypatch):
+    packed = packing.pack(random_examples(30), WIDTH)
+    first = run(tmp_path, 5, packed, loop.Plan(5, 5, 5))
+
+    def full(*given, **named):
+        raise ValueError("RESOURCE_EXHAUSTED: out of memory")
+
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="RESOURCE_EXHAUSTED"):
+        patch.setattr(ocp.CheckpointManager, "restore", full)
+        run(tmp_path, 5, packed, loop.Plan(5, 5, 5))
+    again = run(tmp_path, 5, packed, loop.Plan(5, 5, 5))
+    jax.tree.map(np.testing.assert_array_equal, again.state.params, first.state.params)
+
+
 def test_the_best_head_keeps_its_own_step_when_the_run_goes_back(tmp_path, monkeypatch):
     packed = packing.pack(random_examples(30), WIDTH)
     figures = iter([1.5, 3.0, 2.0, 2.5])
@@ -392,7 +408,7 @@ def test_the_pipeline_leaves_a_head_that_loads_bit_equal(loaded, tmp_path):
     scale = jnp.asarray(np.load(tmp_path / "run" / "scale.npy"))
     with loop.Checkpoints(tmp_path / "run" / "train") as checkpoints:
         like = jax.jit(lambda n: step.init(recipe(), n))(target().params["norm"])
-        params = (checkpoints.restore_best(like.params) or pytest.fail("no best head"))[0]
+        params = (checkpoints.restore_best(like.params, print) or pytest.fail("no best head"))[0]
     wanted = jax.tree.map(lambda x: x.astype(jnp.float32), step.fold(params, scale, "bfloat16"))
     jax.tree.map(np.testing.assert_array_equal, head.params, wanted)
 
@@ -464,7 +480,7 @@ def test_outputs_of_other_settings_are_refused_by_name(loaded, tmp_path, monkeyp
     monkeypatch.setattr(pipeline.pool, "build", lambda *given: (found, {}))
     own = [found[0] | {"id": "own/0"}]
     monkeypatch.setattr(pipeline.own_prompts, "write", lambda *given: own)
-    monkeypatch.setattr(pipeline.pool, "Forbidden", lambda folder: type("None", (), {"matches": None}))
+    monkeypatch.setattr(pipeline.pool, "Forbidden", lambda folder: types.SimpleNamespace(matches=None, digest="abc"))
     given = SMALL | {"prompt_sets": str(tmp_path), "target": "t", "until": "answers", "own_prompts": 1}
     go = lambda **change: pipeline.run(settings.make(given | change, "c"), tmp_path / "run", lambda line: None)
     assert go()
@@ -486,7 +502,8 @@ def test_outputs_of_other_settings_are_refused_by_name(loaded, tmp_path, monkeyp
 
 def test_own_prompts_keep_off_the_benchmarks_of_prompt_sets_beside_other_rows(loaded, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(pipeline.pool, "Forbidden", lambda folder: type("Known", (), {"matches": folder}))
+    known = lambda folder: types.SimpleNamespace(matches=folder, digest=folder.name)
+    monkeypatch.setattr(pipeline.pool, "Forbidden", known)
     monkeypatch.setattr(pipeline.own_prompts, "write", lambda *given: asked.append(given[5]) or [])
     given = SMALL | {"data": str(questions(tmp_path)), "target": "t", "until": "answers", "own_prompts": 1}
     log = []
@@ -494,6 +511,10 @@ def test_own_prompts_keep_off_the_benchmarks_of_prompt_sets_beside_other_rows(lo
         assert pipeline.run(settings.make(given | change, "c"), tmp_path / name, log.append)
     assert asked[0] == tmp_path and asked[1]("text") is False
     assert sum(line.startswith("own prompts: not compared") for line in log) == 1
+    # What was kept off no benchmark is not taken for what was; the other way round it is good enough.
+    with pytest.raises(ConfigError, match=r"benchmarks=.*made with none; remove .*/own.jsonl"):
+        pipeline.run(settings.make(given | {"prompt_sets": str(tmp_path)}, "c"), tmp_path / "without", log.append)
+    assert pipeline.run(settings.make(given, "c"), tmp_path / "with", log.append)
 
 
 @pytest.mark.slow

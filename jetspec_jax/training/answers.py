@@ -6,7 +6,6 @@ to end, so nothing is spent on padding.
 
 from __future__ import annotations
 
-import os
 import zipfile
 import zlib
 from collections import Counter
@@ -16,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jetspec_jax.config import ConfigError
+from jetspec_jax.training import files
 from jetspec_jax.training.examples import Example
 
 LONGEST_PERIOD = 48  # tokens; repetitions of longer pieces are left alone
@@ -55,10 +55,8 @@ def write(folder: Path, number: int, answers: Answers) -> Path:
     """Writes part `number`; a reader never sees half of it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"part-{number:05d}.npz"
-    temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as f:
-        np.savez_compressed(f, **answers._asdict())
-    os.replace(temporary, path)
+    with files.whole(path) as unfinished:
+        np.savez_compressed(unfinished, **answers._asdict())
     return path
 
 

@@ -57,7 +57,7 @@ class Checkpoints:
     def save_best(self, step: int, params: dict, acceptance: float) -> None:
         """Replaces the best head."""
         self._best.wait_until_finished()
-        # Of a run that went back: orbax would keep the later step. It stays on the disk, a kill may come before the save.
+        # Of a run that went back: orbax would keep the later step. On the disk it stays: a kill may come first.
         later = [old for old in self._best.all_steps() if old >= step]
         for old in later:
             (self._folder / "best" / str(old)).rename(self._folder / f"later-best-{old}")
@@ -99,6 +99,8 @@ class Checkpoints:
                     ),
                 )
             except Exception as error:  # whatever a damaged file provokes
+                if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
+                    raise  # a full device says nothing about the file
                 why = str(error).strip().partition("\n")[0].partition(" See full TensorStore details")[0][:200]
                 reason = f"checkpoint {number} cannot be read ({why or type(error).__name__})"
                 log(f"train: {reason}; trying the one before")
@@ -126,15 +128,18 @@ class Checkpoints:
         except Exception:  # whatever a damaged file provokes
             return {}
 
-    def restore_best(self, like: dict) -> tuple[dict, dict[str, Any]] | None:
-        """Parameters and notes of the best head; None where none was saved or it cannot be read."""
+    def restore_best(self, like: dict, log: Callable[[str], None]) -> tuple[dict, dict[str, Any]] | None:
+        """Parameters and notes of the best head; None where none was saved or, with a word, it cannot be read."""
         step = self._best.latest_step()
         if step is None:
             return None
         args = ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(like)), notes=ocp.args.JsonRestore())
         try:
             found = self._best.restore(step, args=args)
-        except Exception:  # the newest state is the better answer to a damaged file
+        except Exception as error:  # the newest state is the better answer to a damaged file
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise
+            log(f"train: the best head, of step {step}, cannot be read; the newest state stands in for it")
             return None
         return found["params"], found["notes"]
 

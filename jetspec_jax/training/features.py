@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jetspec_jax.config import ConfigError
-from jetspec_jax.training import teacher
+from jetspec_jax.training import files, teacher
 from jetspec_jax.training.packing import Packed
 from jetspec_jax.training.teacher import Features
 
@@ -34,15 +33,16 @@ Log = Callable[[str], None]
 
 
 def scale(target, packed: Packed, taps: tuple[int, ...], sequences: int, batch: int, attention: str) -> jax.Array:
-    """[F] f32, root mean square of every tapped channel over the first `sequences` sequences; padding excluded."""
+    """[F] f32, root mean square of every tapped channel over `sequences` sequences; padding excluded."""
     squares, count = jnp.zeros(()), 0
+    packed = packed.sample(sequences)
 
     @functools.partial(jax.jit, static_argnums=0)
     def add(model, params, squares, tokens, document, position):
         found = teacher.run(model, params, tokens, document, position, taps, attention).taps.astype(jnp.float32)
         return squares + jnp.where(document[..., None] > 0, found**2, 0).sum((0, 1))
 
-    total = min(sequences, len(packed.tokens))
+    total = len(packed.tokens)
     for first in range(0, total, batch):
         # One shape: the last batch is filled up with padding.
         parts = [_padded(x[first : min(first + batch, total)], batch) for x in packed[:3]]
@@ -110,7 +110,7 @@ def write(
     if path.exists():
         _same(path, plan)
     elif process == 0:
-        _replace(path, lambda temporary: temporary.write_text(json.dumps(plan, indent=1) + "\n"))
+        files.write_json(path, plan)
     run = jax.jit(lambda params, *arrays: teacher.run(target.model, params, *arrays, taps, attention))  # type: ignore[call-arg]
     own = plan["files"][process::processes]
     for number, name in enumerate(own):
@@ -126,7 +126,8 @@ def write(
             found = run(target.params, *(_padded(x[part], batch) for x in packed[:3]))
             pieces.append(jax.tree.map(lambda x: np.asarray(x)[: part.size], found))  # noqa: B023
         whole = {name: np.concatenate([getattr(p, name) for p in pieces]) for name in Features._fields}
-        _replace(folder / name, lambda temporary: save_file(whole, temporary))  # noqa: B023
+        with files.whole(folder / name) as unfinished:
+            save_file(whole, unfinished)
         log(f"features: file {number + 1} of {len(own)}")
     return True
 
@@ -176,12 +177,6 @@ def _same(path: Path, plan: dict[str, Any]) -> None:
         if found.get(key) != value:
             what = "" if key == "files" else f" ({found.get(key)}, this run has {value})"
             raise ConfigError(f"{path}: {key} differs{what}; remove the folder {path.parent}")
-
-
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    write(temporary)
-    os.replace(temporary, path)
 
 
 def _padded(x: np.ndarray, rows: int) -> np.ndarray:

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from jetspec_jax.training import files
+
 FILE = "metrics.jsonl"
 BAR = 24  # characters
 
@@ -19,7 +21,7 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
         kept = [r for r in read(folder) if r["step"] <= at]
-        path.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
+        files.write(path, "".join(json.dumps(r) + "\n" for r in kept))
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
         self._steps = steps
         self._bar: TextIO | None = sys.stderr if sys.stderr.isatty() else None

@@ -88,10 +88,10 @@ def train(
       ConfigError: no checkpoint in `folder` can be read.
     """
     make = lambda norm: step.init(recipe, norm, start)
-    layout = sharding.trained(jax.eval_shape(make, target.params["norm"]), mesh)
+    fresh = jax.eval_shape(make, target.params["norm"])
+    layout = sharding.trained(fresh, mesh)
     update = jax.jit(step.update, static_argnums=0, donate_argnums=3, out_shardings=(layout, sharding.repeated(mesh)))
     gather = jax.jit(features.gather, out_shardings=sharding.split(mesh, axis=1))
-    state = jax.jit(make, out_shardings=layout)(target.params["norm"])
     scale = jax.device_put(scale, sharding.repeated(mesh))
     length = data[0].tokens.shape[-1]
     sequences = jax.process_count() * data[0].rows.size
@@ -102,9 +102,12 @@ def train(
 
     with Checkpoints(folder) as checkpoints, _stop_signal() as stopped:
         notes: dict[str, Any] = {"skipped": 0, "best": 0.0, "best_step": 0}
-        if found := checkpoints.restore(state, plan.resume_step, log):
+        # A state is large: none is made where one is read.
+        if found := checkpoints.restore(_placed(fresh, layout), plan.resume_step, log):
             state, notes = found
             log(f"train: going on at step {int(state.step)}")
+        else:
+            state = jax.jit(make, out_shardings=layout)(target.params["norm"])
         notes |= _noted(checkpoints.best_notes())  # the state's own may be older, where the run went back
         at, position = int(state.step), int(state.position)
         saved, first = (at if found else None), at
@@ -164,9 +167,13 @@ def train(
                 why = "SIGTERM" if stopped() else "time is up"
                 log(f"train: {why} at step {at} of {recipe.steps}; the same command goes on")
         checkpoints.wait()
-        best = checkpoints.restore_best(state.params)
+        best = checkpoints.restore_best(state.params, log)
         notes |= _noted(best[1] if best else {})
     return Outcome(state, best[0] if best else None, notes)
+
+
+def _placed(shapes, layout):
+    return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, layout)
 
 
 def _noted(best: dict[str, Any]) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from jetspec_jax.config import ConfigError, HeadConfig
+from jetspec_jax.training import files
 from jetspec_jax.training.packing import Packed
 from jetspec_jax.training.settings import KINDS, Settings
 
@@ -59,9 +59,7 @@ def prompts(config: Settings) -> dict[str, Any]:
 def write(path: Path, values: dict[str, Any]) -> None:
     """Writes the values; a reader never sees half of them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    files.write_json(path, values)
 
 
 def check(path: Path, values: dict[str, Any], fix: str) -> bool:

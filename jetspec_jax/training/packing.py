@@ -28,6 +28,10 @@ class Packed(NamedTuple):
         names = tuple(self.identities[int(i)] for i in rows)
         return Packed(self.tokens[rows], self.document[rows], self.position[rows], self.learnt[rows], names)
 
+    def sample(self, count: int) -> Packed:
+        """At most `count` sequences, evenly out of all: they lie in falling order of their longest document."""
+        return self.select(np.linspace(0, len(self.tokens) - 1, min(count, len(self.tokens))).astype(int))
+
     @property
     def anchored(self) -> np.ndarray:
         """[M] bool: a block can start somewhere in the sequence."""

@@ -37,6 +37,7 @@ from jetspec_jax.training import (
     examples,
     export,
     features,
+    files,
     loop,
     manifest,
     own_prompts,
@@ -111,7 +112,7 @@ def run(config: Settings, workdir: Path, log: Log) -> bool:
     packed = packing.pack(train, length)
     judged = packing.pack(heldout, length) if heldout and config.eval_sequences else None
     if judged is not None:
-        judged = judged.select(np.arange(min(config.eval_sequences, len(judged.tokens))))
+        judged = judged.sample(config.eval_sequences)
     filled = float((packed.document > 0).mean())
     counts |= {
         "examples": len(train),
@@ -230,10 +231,10 @@ def _source(config: Settings, workdir: Path, log: Log) -> Path:
         found, counts = pool.build(
             Path(config.prompt_sets), config.code_prompts, config.code_per_package, config.chat_prompts
         )
-        path.with_suffix(".json").write_text(json.dumps(counts, indent=1) + "\n")
+        files.write_json(path.with_suffix(".json"), counts)
         manifest.write(path.with_suffix(".settings.json"), made)
-        prompts.write(path.with_suffix(".tmp"), found)
-        path.with_suffix(".tmp").rename(path)
+        with files.whole(path) as unfinished:
+            prompts.write(unfinished, found)
     log(f"pool: {path}")
     return path
 
@@ -252,17 +253,21 @@ def _answers(
     else:
         manifest.write(folder / manifest.FILE, asking)
     own = workdir / "own.jsonl"
-    made = {name: getattr(config, name) for name in manifest.OWN}
+    made = {name: getattr(config, name) for name in (*manifest.OWN, "seed")}
+    if config.own_prompts:
+        benchmarks = pool.Forbidden(Path(config.prompt_sets)) if config.prompt_sets else None
+        if benchmarks:  # without benchmarks to compare with, prompts that were kept off some are as good
+            made["benchmarks"] = benchmarks.digest
     if config.own_prompts and own.exists():
         manifest.check(own.with_suffix(".settings.json"), made, _fix(own))
     elif config.own_prompts:
-        forbidden = pool.Forbidden(Path(config.prompt_sets)).matches if config.prompt_sets else lambda text: False
+        forbidden = benchmarks.matches if benchmarks else lambda text: False
         written = own_prompts.write(
             target, config.own_prompts, config.own_temperature, config.seed, config.answer_batch, forbidden, log
         )
-        manifest.write(own.with_suffix(".settings.json"), made)
-        prompts.write(own.with_suffix(".tmp"), written)
-        own.with_suffix(".tmp").rename(own)
+        manifest.write(own.with_suffix(".settings.json"), {"benchmarks": "none"} | made)
+        with files.whole(own) as unfinished:
+            prompts.write(unfinished, written)
 
     if config.own_prompts and not config.prompt_sets:
         log("own prompts: not compared with any benchmark, since --config.prompt_sets is not given")
@@ -294,7 +299,7 @@ def _answers(
         return None
     known = answer_store.read(folder)
     counts = regenerate.counts(found, known)
-    (workdir / "answers.json").write_text(json.dumps(counts, indent=1) + "\n")
+    files.write_json(workdir / "answers.json", counts)
     log(f"answers: {json.dumps(counts)}")
     kept, dropped = answer_store.learnable(known, found.identities, config.trim_loops)
     for why, n in dropped.most_common():
@@ -350,8 +355,8 @@ def _scale(
     """The scale of the run's first command: a resumed run must not move its coordinates by a rounding."""
     if not begun:
         found = features.scale(target, packed, head.tap_layers, config.scale_sequences, config.feature_batch, attention)
-        np.save(path.with_suffix(".tmp.npy"), np.asarray(found))
-        path.with_suffix(".tmp.npy").rename(path)
+        with files.whole(path) as unfinished:
+            np.save(unfinished, np.asarray(found))
     try:
         stored = np.load(path)
     except (OSError, EOFError, ValueError) as error:  # gone, empty or cut short
@@ -386,7 +391,7 @@ def _decode(config: Settings, workdir: Path, target, log: Log) -> None:
     tree = TreeConfig(config.decode_budget)
     found = acceptance.measure(target, head, ids, tree, SamplingConfig(config.max_new_tokens), min(32, len(ids)))
     del found["token_ids"]
-    (workdir / "decode.json").write_text(json.dumps(found, indent=1) + "\n")
+    files.write_json(workdir / "decode.json", found)
     low, high = found["interval_95"]
     log(
         f"decode: acceptance length {found['acceptance_length']:.2f} ({low:.2f}-{high:.2f}) at budget "

@@ -24,7 +24,7 @@ from typing import Any
 
 from jetspec_jax.config import ConfigError
 from jetspec_jax.evals import prompts
-from jetspec_jax.training import chat_topics, code_prompts
+from jetspec_jax.training import chat_topics, code_prompts, files
 
 SHARED_WORDS = 16  # in a row, with a benchmark's prompt: too close
 
@@ -99,6 +99,11 @@ class Forbidden:
                 self._whole.add(" ".join(found))
                 self._runs.update(_runs(found))
 
+    @property
+    def digest(self) -> str:
+        """Of all texts."""
+        return code_prompts.digest("\n".join(sorted(self._whole)))[:16]
+
     def matches(self, text: str) -> bool:
         """Whether the text is a benchmark's, or shares a run of words with one."""
         found = words(text)
@@ -139,9 +144,8 @@ def main(argv: list[str]) -> int:
         if options.out.is_dir():
             raise ConfigError(f"--out={options.out}: a folder; give the name of a file")
         rows, counts = build(options.data, options.code, options.per_package, options.chat, options.answers)
-        unfinished = options.out.with_name(options.out.name + ".tmp")  # a reader never sees half of a pool
-        prompts.write(unfinished, rows)
-        unfinished.replace(options.out)
+        with files.whole(options.out) as unfinished:
+            prompts.write(unfinished, rows)
     except (ConfigError, OSError) as error:
         print(f"pool: {error}", file=sys.stderr)
         return 1

@@ -3,10 +3,10 @@
     python -m jetspec_jax.training.regenerate --prompts rows.jsonl --out DIR [--target T] [--head H] [--thinking off]
 
 A head trained on anybody else's text drafts that text; the published ablation puts it far behind. Prompts are sorted by
-length and decoded in batches, speculatively where a head is given (the answers are the same, sooner), and saved every
-few batches; the same command again goes on behind what is saved. When all are there, DIR/answers.jsonl holds a
-conversation a row, with `finish_reason` "length" where the limit cut an answer, and the counts are printed as JSON:
-input = answered + errors + skipped.
+length and decoded in batches, speculatively where a head is given (the same answers, in 16 bits up to ties, sooner), and
+saved every few batches; the same command again goes on behind what is saved. When all are there, DIR/answers.jsonl
+holds a conversation a row, with `finish_reason` "length" where the limit cut an answer, and the counts are printed as
+JSON: input = answered + errors + skipped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import collections
 import functools
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ from jetspec_jax.config import ConfigError
 from jetspec_jax.decoder import NONFINITE, STOP
 from jetspec_jax.sampling import Sampling
 from jetspec_jax.training import answers as store
-from jetspec_jax.training import examples, rows
+from jetspec_jax.training import examples, files, rows
 from jetspec_jax.training.answers import Answers
 
 PROMPT_STEP = 128  # padded prompt widths are multiples of this: one prefill program each
@@ -236,7 +235,7 @@ def _sign(path: Path, plan: dict[str, Any]) -> None:
         return
     if any(path.parent.glob("part-*.npz")):
         raise ConfigError(f"{path.parent}: its answers come from another version of this package; remove the folder")
-    _replace(path, json.dumps(plan, indent=1) + "\n")
+    files.write_json(path, plan)
 
 
 def _finished(known: Answers, jobs, folder: Path) -> int:
@@ -250,12 +249,6 @@ def _finished(known: Answers, jobs, folder: Path) -> int:
             f"{folder}: a part of its answers is missing or was made with other numbers; remove the folder"
         )
     return int(np.searchsorted(ends, len(known.prompt))) + 1
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def write_rows(path: Path, target, prompts: Prompts, known: Answers) -> None:
@@ -277,7 +270,7 @@ def write_rows(path: Path, target, prompts: Prompts, known: Answers) -> None:
             "new_tokens": len(ids),
         }
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    _replace(path, "".join(lines))
+    files.write(path, "".join(lines))
 
 
 def main(argv: list[str]) -> int:

@@ -22,7 +22,6 @@ import argparse
 import dataclasses
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -35,7 +34,7 @@ from jetspec_jax import demo, load, pairing
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
 from jetspec_jax.training import answers as answer_store
-from jetspec_jax.training import examples, loop, options, pipeline, regenerate, rows, settings
+from jetspec_jax.training import examples, files, loop, options, pipeline, regenerate, rows, settings
 from jetspec_jax.training.settings import Settings
 
 Log = Callable[[str], None]
@@ -113,7 +112,7 @@ def run(
             _keep(folder, name, {})  # from here on the head is not trained again
         if not _measure(base, folder, name, prompts, limit, on_time, log):
             return False
-        _replace(workdir / "study.md", table(workdir, base))
+        files.write(workdir / "study.md", table(workdir, base))
     return True
 
 
@@ -133,7 +132,7 @@ def _sign(workdir: Path, plan: dict[str, Any]) -> None:
     if not path.exists():
         if any(workdir.glob("variant-*")):
             raise ConfigError(f"--workdir={workdir}: its study does not say its settings; use a new --workdir")
-        _replace(path, json.dumps(plan, indent=1) + "\n")
+        files.write_json(path, plan)
         return
     found = json.loads(path.read_text(encoding="utf-8"))
     for key in plan | found:
@@ -208,19 +207,12 @@ def _measure(
 
 
 def _keep(folder: Path, name: str, measured: dict[str, dict[str, float]]) -> None:
-    _replace(folder / "result.json", json.dumps({"variant": name, "measured": measured}, indent=1) + "\n")
+    files.write_json(folder / "result.json", {"variant": name, "measured": measured})
 
 
 def _write(path: Path, kept: list[rows.Row]) -> None:
     lines = (json.dumps(row.value | {"id": row.identity}, ensure_ascii=False) + "\n" for row in kept)
-    _replace(path, "".join(lines))
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes the file whole or not at all, also where another command writes it too."""
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    files.write(path, "".join(lines))
 
 
 def _digest(text: str) -> str:
@@ -293,7 +285,7 @@ def main(argv: list[str]) -> int:
                     f"--prompts: {names.count(name)} files are called {name}; the table needs other names"
                 )
         done = run(base, given.workdir, given.prompts, given.limit, on_time, left, say, given.variants)
-        _replace(given.workdir / "study.md", table(given.workdir, base))
+        files.write(given.workdir / "study.md", table(given.workdir, base))
     except (ConfigError, loop.TrainingError, OSError) as error:
         say(f"study: {error}")
         return 1

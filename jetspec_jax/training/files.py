@@ -1,0 +1,32 @@
+"""Files that are whole or not there: neither a reader nor the next command sees half of one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A path to write to, which becomes `path` when the block ends well. Several processes may write the same file."""
+    unfinished = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def write(path: Path, text: str) -> None:
+    """A text file."""
+    with whole(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """A JSON file, one key a line."""
+    write(path, json.dumps(value, indent=1) + "\n")
