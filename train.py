@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     try:
         config, workdir = options.parse(argv)
         config.check_files()
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         say(f"train.py: {error}")
         return 2
 

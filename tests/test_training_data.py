@@ -176,6 +176,13 @@ def test_rows_from_jsonl(tmp_path):
             list(rows.read(source))
 
 
+def test_empty_columns_of_a_mixed_table_are_not_there():
+    empty = {"messages": None, "prompt": None, "response": None, "text": None}
+    talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]}
+    kept, report = build([empty | {"text": "plain"}, empty | talk, empty | {"prompt": "a", "response": "bc"}])
+    assert [shown(e) for e in kept] == ["plain", "....bc$", "....bc$"] and not report.dropped
+
+
 def test_rows_from_parquet_and_a_dataset_on_disk(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -246,7 +253,7 @@ BAD = [
     ({"messages": "hi"}, "messages is no list"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "a role other than system, user and assistant"),
     ({"messages": [user("a")]}, "no assistant turn"),
-    ({"prompt": "a", "response": None}, "a message without content"),
+    ({"prompt": "a", "response": None}, "no assistant turn"),
     ({"text": ""}, "a text without content"),
     ([1, 2], "not a JSON object"),
     (None, "not a JSON object"),

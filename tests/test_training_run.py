@@ -1,5 +1,6 @@
 """A training run from end to end: answers, features in files, the loop and its checkpoints, evaluation, export."""
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -25,6 +26,7 @@ from jetspec_jax.training import answers as answer_store
 from jetspec_jax.training import (
     evaluation,
     features,
+    files,
     journal,
     loop,
     manifest,
@@ -232,6 +234,8 @@ def test_echoes_of_a_damaged_array_are_kept_back_and_nothing_else_is(tmp_path, c
     hook = sys.excepthook
     with loop.Checkpoints(tmp_path):
         sys.excepthook(RuntimeError, RuntimeError("Event loop is closed"), None)
+        closed = types.SimpleNamespace(object=None, exc_value=RuntimeError("Event loop is closed"))
+        sys.unraisablehook(closed)
         logging.getLogger("asyncio").error("Task exception was never retrieved")
         assert capsys.readouterr().err == ""
         sys.excepthook(RuntimeError, RuntimeError("another"), None)
@@ -515,6 +519,39 @@ def test_own_prompts_keep_off_the_benchmarks_of_prompt_sets_beside_other_rows(lo
     with pytest.raises(ConfigError, match=r"benchmarks=.*made with none; remove .*/own.jsonl"):
         pipeline.run(settings.make(given | {"prompt_sets": str(tmp_path)}, "c"), tmp_path / "without", log.append)
     assert pipeline.run(settings.make(given, "c"), tmp_path / "with", log.append)
+
+
+def test_what_cannot_work_is_refused_before_anything_slow(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline, "_source", lambda *given: pytest.fail("too late"))
+    config = lambda **change: settings.make(SMALL | {"data": str(questions(tmp_path)), "target": "t"} | change, "c")
+    other = types.SimpleNamespace(config=dataclasses.replace(HEAD, block_size=5), params={})
+    monkeypatch.setattr(load, "load_head", lambda source, target: other)
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"messages": [{"role": "user", "content": "a" * 40}]}) + "\n")
+    for change, message in [
+        ({"init_head": "h"}, "--config.init_head=h: its [a-z_]* is .*, this run's .*; make them equal"),
+        ({"decode_prompts": str(tmp_path)}, "--config.decode_prompts=.*: a file is needed, this is a folder"),
+        ({"decode_prompts": str(long)}, "--config.decode_prompts=.*: no prompt of the file is short enough"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            pipeline.run(config(**change), tmp_path / "run", lambda line: None)
+    with files.alone(tmp_path / "run"), pytest.raises(ConfigError, match="run: another command is at work in it"):
+        pipeline.run(config(), tmp_path / "run", lambda line: None)
+
+
+@pytest.mark.parametrize(
+    "option,message",
+    [
+        ("--samples=-1", "--samples=-1: give a number >= 0"),
+        ("--limit=-2", "--limit=-2: give a number >= 0"),
+        ("--temperature=nan", "--temperature=nan: give a number > 0 and <= 10"),
+        ("--sampels=1", "--sampels=1: no such option; did you mean --samples?"),
+    ],
+)
+def test_wrong_numbers_of_the_answers_command(option, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) if "no such" in message else contextlib.nullcontext():
+        assert regenerate.main(["--prompts=p.jsonl", f"--out={tmp_path}", option]) == 1
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -6,8 +6,6 @@ to end, so nothing is spent on padding.
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -72,9 +70,11 @@ def read(folder: Path) -> Answers:
         try:
             with np.load(path) as stored:
                 parts.append(Answers(**stored))
-        except (OSError, EOFError, ValueError, TypeError, zipfile.BadZipFile, zlib.error) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"{path}: not a whole file of answers ({reason}); remove it") from None
+        except Exception as error:  # whatever a damaged file provokes
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise ConfigError(
+                f"{path}: not a whole file of answers ({reason}); remove it and those behind it"
+            ) from None
     return concatenate(parts)
 
 

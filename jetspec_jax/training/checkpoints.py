@@ -102,7 +102,8 @@ class Checkpoints:
                 if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
                     raise  # a full device says nothing about the file
                 why = str(error).strip().partition("\n")[0].partition(" See full TensorStore details")[0][:200]
-                reason = f"checkpoint {number} cannot be read ({why or type(error).__name__})"
+                why = "an array in it is damaged" if "reading array index" in why else why or type(error).__name__
+                reason = f"checkpoint {number} cannot be read ({why})"
                 log(f"train: {reason}; trying the one before")
                 reasons.append(reason)
                 continue
@@ -151,7 +152,7 @@ def _no_echoes() -> Iterator[None]:
     echo = lambda text: "Event loop is closed" in text or "_read_array_index" in text
     never = lambda record: "never retrieved" not in record.getMessage()
     sys.excepthook = lambda kind, error, trace: echo(str(error)) or excepthook(kind, error, trace)
-    sys.unraisablehook = lambda args: echo(repr(args.object)) or unraisable(args)
+    sys.unraisablehook = lambda args: echo(f"{args.object!r} {args.exc_value}") or unraisable(args)
     log.addFilter(never)
     try:
         yield

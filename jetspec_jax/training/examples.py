@@ -121,9 +121,9 @@ def conversation(value: Any) -> Messages:
     if not isinstance(value, dict):
         raise Unusable("not a JSON object")
     messages = value.get("messages")
-    if messages is None and "prompt" in value:
+    if messages is None and value.get("prompt") is not None:
         pair = (("user", value["prompt"]), ("assistant", value.get("response")))
-        messages = [{"role": role, "content": text} for role, text in pair if role == "user" or "response" in value]
+        messages = [{"role": role, "content": text} for role, text in pair if role == "user" or text is not None]
     if messages is None:
         raise Unusable("neither messages, prompt and response, nor text")
     if not isinstance(messages, Sequence) or isinstance(messages, str):
@@ -151,10 +151,16 @@ def conversation(value: Any) -> Messages:
 
 def question(value: Any) -> Messages:
     """The conversation up to its last user turn: what the target is asked. Raises Unusable."""
-    if isinstance(value, dict) and "text" in value and not {"messages", "prompt"} & set(value):
+    if _plain(value):
         raise Unusable("plain text, which asks for no answer")
     turns = conversation(value)
     return turns[:-1] if turns[-1]["role"] == "assistant" else turns
+
+
+def _plain(value: Any) -> bool:
+    """Whether a row is text alone. A column that another row of the table needs may be there, and empty."""
+    given = {name for name, content in value.items() if content is not None} if isinstance(value, dict) else set()
+    return "text" in given and not {"messages", "prompt"} & given
 
 
 class _Encoder:
@@ -167,11 +173,7 @@ class _Encoder:
 
     def __call__(self, value: Any) -> tuple[np.ndarray, np.ndarray]:
         try:
-            if isinstance(value, dict) and "text" in value and not {"messages", "prompt"} & set(value):
-                pieces = self._plain(value["text"])
-            else:
-                pieces = self._chat(conversation(value))
-            return self._join(pieces)
+            return self._join(self._plain(value["text"]) if _plain(value) else self._chat(conversation(value)))
         except ConfigError as error:  # the template or the tokenizer refuses
             raise Unusable(str(error)) from None
 

@@ -170,8 +170,8 @@ def _plan(target, packed: Packed, taps: tuple[int, ...]) -> dict[str, Any]:
 
 def _same(path: Path, plan: dict[str, Any]) -> None:
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        found = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path}: no readable manifest ({error}); remove the folder {path.parent}") from None
     for key, value in plan.items():
         if found.get(key) != value:

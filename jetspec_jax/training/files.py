@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from jetspec_jax.config import ConfigError
 
 
 @contextlib.contextmanager
@@ -19,6 +22,24 @@ def whole(path: Path) -> Iterator[Path]:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def alone(folder: Path, name: str = ".lock") -> Iterator[None]:
+    """Holds the folder, for what `name` stands for, until the block or the process ends.
+
+    Raises:
+      ConfigError: another command holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / name, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{folder}: another command is at work in it; wait for it, or use another folder"
+            ) from None
+        yield
 
 
 def write(path: Path, text: str) -> None:

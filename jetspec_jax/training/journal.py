@@ -76,10 +76,10 @@ def read(folder: Path) -> list[dict[str, Any]]:
     """Records of a run by step; a line that was cut off is left out, and of two for one step the later holds."""
     path = folder / FILE
     found: dict[int, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
             record = json.loads(line)
-            found[record["step"]] = record
+            found[int(record["step"])] = record
         except (ValueError, KeyError, TypeError):
             continue
     return [found[step] for step in sorted(found)]

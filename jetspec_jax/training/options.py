@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,7 +47,7 @@ def parse(argv: list[str]) -> tuple[Settings, Path]:
     for name in ("config", "workdir"):
         if not given.get(name):
             raise ConfigError(f"--{name} is missing\n{USAGE}")
-    workdir = Path(given["workdir"]).expanduser()
+    workdir = Path(os.path.expanduser(given["workdir"]))
     if workdir.exists() and not workdir.is_dir():
         raise ConfigError(f"--workdir={workdir}: a folder is needed, this is a file")
     path = Path(given["config"])

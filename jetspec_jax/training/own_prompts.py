@@ -51,7 +51,7 @@ def write(
     rows: list[dict[str, Any]] = []
     known: set[str] = set()
     for number in range(-(-DRAWS * count // batch)):
-        seeds = (np.arange(batch, dtype=np.int64) + number * batch + seed * 2_654_435_761) % 2**32
+        seeds = (np.arange(batch, dtype=np.int64) + (number * batch + seed * 2_654_435_761) % 2**32) % 2**32
         found, reason = answer([start] * batch, seeds, LONGEST, temperature)
         for ids, how in zip(found, reason, strict=True):
             text = target.tokenizer.decode([int(i) for i in ids[len(start) : -1]]).strip()

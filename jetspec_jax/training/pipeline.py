@@ -14,6 +14,7 @@ A stage whose output is complete is skipped; one that was cut off goes on. What 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -68,8 +69,6 @@ def run(config: Settings, workdir: Path, log: Log) -> bool:
       ConfigError: a value, file or set of stored outputs does not fit.
       loop.TrainingError: training cannot go on.
     """
-    begin = time.monotonic()
-    on_time = lambda: not config.max_minutes or time.monotonic() - begin < 60 * config.max_minutes
     config.check_files()
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -77,6 +76,14 @@ def run(config: Settings, workdir: Path, log: Log) -> bool:
         raise ConfigError(
             f"--workdir={workdir}: cannot be made ({error.strerror}); give a folder to write to"
         ) from None
+    lead = jax.process_index() == 0
+    with files.alone(workdir) if lead else contextlib.nullcontext():
+        return _run(config, workdir, log)
+
+
+def _run(config: Settings, workdir: Path, log: Log) -> bool:
+    begin = time.monotonic()
+    on_time = lambda: not config.max_minutes or time.monotonic() - begin < 60 * config.max_minutes
     if config.until == "pool":
         _source(config, workdir, log)
         return True
@@ -86,13 +93,16 @@ def run(config: Settings, workdir: Path, log: Log) -> bool:
     mode = pairing.thinking(target, None, config.thinking_switch)
     config = dataclasses.replace(config, thinking={None: "default", True: "on", False: "off"}[mode])
     head = config.head_config(target.config, target.eos)
+    start = _start(config, target, head)
+    if config.decode_prompts:
+        _decoded(config, target, mode)  # a file that cannot be read is noticed now
     source = _source(config, workdir, log)
 
     # ---- examples: the rows' own answers, or the target's
     if config.answers == "corpus":
         known, report = examples.build(
-            rows.read(source), target.tokenizer, target.eos, config.sequence_length, config.thinking_switch,
-            config.text_loss,
+            itertools.islice(rows.read(source), config.max_prompts or None), target.tokenizer, target.eos,
+            config.sequence_length, config.thinking_switch, config.text_loss,
         )  # fmt: skip
         for line in report.lines():
             log(line)
@@ -138,14 +148,14 @@ def run(config: Settings, workdir: Path, log: Log) -> bool:
     attention = teacher.kernel(config.attention, target.dtype)
     scale = _scale(workdir / "scale.npy", begun, config, target, packed, head, attention)
     kept, stored = None, None
-    start = time.monotonic()
+    filled_from = time.monotonic()
     if config.features == "memory":
         place = lambda shape, dtype: jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding.split(mesh))()
         put = lambda x: jax.device_put(x, sharding.split(mesh))
         batch = config.feature_batch * mesh.shape["data"]
         kept = features.resident(target, packed, head.tap_layers, batch, attention, place, put)
         size = sum(x.nbytes for x in kept) / 2**30
-        log(f"features: {len(packed.tokens):,} sequences, {size:.1f} GiB, {time.monotonic() - start:.0f} s")
+        log(f"features: {len(packed.tokens):,} sequences, {size:.1f} GiB, {time.monotonic() - filled_from:.0f} s")
     elif config.features == "disk":
         done = features.write(
             workdir / "features", target, packed, head.tap_layers, config.feature_batch, attention,
@@ -165,11 +175,11 @@ def run(config: Settings, workdir: Path, log: Log) -> bool:
         config.log_every, config.eval_every, config.save_every, judged, config.eval_budgets, config.eval_width,
         config.resume_step,
     )  # fmt: skip
-    start = time.monotonic()
-    initial = step.unfold(load.load_head(config.init_head, target).params, scale) if config.init_head else None
+    begun_at = time.monotonic()
+    initial = step.unfold(start, scale) if start else None
     outcome = loop.train(recipe, target, scale, batches, kept, workdir / "train", plan, mesh, initial, on_time, log)
     at = int(outcome.state.step)
-    log(f"train: step {at} of {steps}, {time.monotonic() - start:.0f} s")
+    log(f"train: step {at} of {steps}, {time.monotonic() - begun_at:.0f} s")
     del kept
 
     # ---- export: also of an unfinished head, so that a machine that goes away leaves one
@@ -194,6 +204,27 @@ def make_recipe(config: Settings, target, head: HeadConfig, steps: int, attentio
     return Recipe(
         target=target.model, head=head, dtype=str(target.dtype), steps=steps, mix=mix, attention=attention, **values
     )
+
+
+def _start(config: Settings, target, head: HeadConfig) -> dict | None:
+    """Parameters of the head to go on from; None where there is none.
+
+    Raises:
+      ConfigError: it is another kind of head than this run's.
+    """
+    if not config.init_head:
+        return None
+    try:
+        found = load.load_head(config.init_head, target)
+    except (ConfigError, OSError) as error:
+        raise ConfigError(f"--config.init_head: {error}") from None
+    for field in dataclasses.fields(HeadConfig):
+        old, new = (getattr(c, field.name) for c in (found.config, head))
+        if old != new and field.name != "dtype":
+            raise ConfigError(
+                f"--config.init_head={config.init_head}: its {field.name} is {old}, this run's {new}; make them equal"
+            )
+    return found.params
 
 
 def _mesh(config: Settings) -> jax.sharding.Mesh:
@@ -317,11 +348,12 @@ def _answers(
 
 def _split(known: list[Example], config: Settings) -> tuple[list[Example], list[Example]]:
     """Examples to train on and held-out ones; all answers to a prompt are on one side, sampled ones are not judged."""
-    prompt = lambda e: e.identity.partition(answer_store.SAMPLE)[0]
-    digest = lambda name: hashlib.sha256(name.encode()).digest()
+    mark = answer_store.SAMPLE if config.answers == "target" else "\0"  # rows may be called anything
+    prompt = lambda e: e.identity.partition(mark)[0]
+    digest = lambda name: hashlib.sha256(name.encode("utf-8", "replace")).digest()
     names = sorted({prompt(e) for e in known}, key=digest)
     heldout = set(names[: min(config.heldout, len(names) // 10)])
-    judged = [e for e in known if prompt(e) in heldout and answer_store.SAMPLE not in e.identity]
+    judged = [e for e in known if prompt(e) in heldout and mark not in e.identity]
     return [e for e in known if prompt(e) not in heldout], judged
 
 
@@ -381,13 +413,21 @@ def _fitting(packed: Packed, target, head: HeadConfig, mesh, log: Log) -> Packed
     return packed.select(chosen)
 
 
+def _decoded(config: Settings, target, mode: bool | None) -> list[list[int]]:
+    """Token ids of the prompts that the finished head decodes."""
+    try:
+        ids = acceptance.read(target, config.decode_prompts, config.decode_limit, config.max_prompt_tokens, mode)
+    except (ConfigError, OSError) as error:
+        raise ConfigError(f"--config.decode_prompts={config.decode_prompts}: {error}") from None
+    if not ids:
+        raise ConfigError(f"--config.decode_prompts={config.decode_prompts}: no prompt of the file is short enough")
+    return ids
+
+
 def _decode(config: Settings, workdir: Path, target, log: Log) -> None:
     """Decodes prompts for real with the exported head; the figures lie beside it."""
     head = load.load_head(workdir / "head", target)
-    mode = pairing.thinking(target, head, None)
-    ids = acceptance.read(target, config.decode_prompts, config.decode_limit, config.max_prompt_tokens, mode)
-    if not ids:
-        raise ConfigError(f"--config.decode_prompts={config.decode_prompts}: no prompt of the file is short enough")
+    ids = _decoded(config, target, pairing.thinking(target, head, None))
     tree = TreeConfig(config.decode_budget)
     found = acceptance.measure(target, head, ids, tree, SamplingConfig(config.max_new_tokens), min(32, len(ids)))
     del found["token_ids"]

@@ -11,7 +11,6 @@ assistant's turn: text that the target did not write, for comparison. Counts by 
 
 from __future__ import annotations
 
-import argparse
 import collections
 import itertools
 import json
@@ -22,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jetspec_jax.arguments import Parser
 from jetspec_jax.config import ConfigError
 from jetspec_jax.evals import prompts
 from jetspec_jax.training import chat_topics, code_prompts, files
@@ -127,14 +127,14 @@ def _numbered(source: str, path: Path, text, answer: str) -> Iterator[tuple[str,
 
 def main(argv: list[str]) -> int:
     """The command of the module's docstring; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     parser.add_argument("--data", required=True, type=Path, help="folder of the prompt sets")
     parser.add_argument("--out", required=True, type=Path, help="jsonl file to write")
     parser.add_argument("--code", type=int, default=11_000, help="functions in all")
     parser.add_argument("--per_package", type=int, default=600, help="functions of one package")
     parser.add_argument("--chat", type=int, default=2_500, help="chat prompts")
     parser.add_argument("--answers", action="store_true", help="with the origin's answers, where it has them")
-    options = parser.parse_args(argv)
+    options = parser.parse(argv)
     try:
         for name, least in (("code", 0), ("per_package", 1), ("chat", 0)):
             if getattr(options, name) < least:

@@ -3,15 +3,14 @@
     python -m jetspec_jax.training.regenerate --prompts rows.jsonl --out DIR [--target T] [--head H] [--thinking off]
 
 A head trained on anybody else's text drafts that text; the published ablation puts it far behind. Prompts are sorted by
-length and decoded in batches, speculatively where a head is given (the same answers, in 16 bits up to ties, sooner), and
-saved every few batches; the same command again goes on behind what is saved. When all are there, DIR/answers.jsonl
+length and decoded in batches, speculatively where a head is given (the same answers sooner, in 16 bits but for ties),
+and saved every few batches; the same command again goes on behind what is saved. When all are there, DIR/answers.jsonl
 holds a conversation a row, with `finish_reason` "length" where the limit cut an answer, and the counts are printed as
 JSON: input = answered + errors + skipped.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import functools
 import hashlib
@@ -27,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax import demo, load, pairing, speculate
+from jetspec_jax.arguments import Parser
 from jetspec_jax.config import ConfigError
 from jetspec_jax.decoder import NONFINITE, STOP
 from jetspec_jax.sampling import Sampling
@@ -226,8 +226,8 @@ def _sign(path: Path, plan: dict[str, Any]) -> None:
     """Writes what the answers are made of, or compares it with what is there."""
     if path.exists():
         try:
-            found = json.loads(path.read_text())
-        except ValueError:
+            found = dict(json.loads(path.read_text()))
+        except (ValueError, TypeError):
             found = {}
         differs = [key for key, value in plan.items() if found.get(key) != value]
         if differs:
@@ -275,7 +275,7 @@ def write_rows(path: Path, target, prompts: Prompts, known: Answers) -> None:
 
 def main(argv: list[str]) -> int:
     """The command of the module's docstring; the exit status."""
-    parser = argparse.ArgumentParser(prog="regenerate", description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     parser.add_argument("--prompts", required=True, help="rows: .jsonl, .parquet, a folder, or a dataset on disk")
     parser.add_argument("--out", required=True, type=Path, help="folder of the answers")
     parser.add_argument("--target", default="", help="default: the demo target")
@@ -290,12 +290,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--save_batches", type=int, default=1)
     parser.add_argument("--limit", type=int, default=0, help="rows that are read; 0 is all")
-    options = parser.parse_args(argv)
+    options = parser.parse(argv)
     say = lambda line: print(line, file=sys.stderr, flush=True)
     try:
         for name in ("max_prompt_tokens", "max_new_tokens", "batch", "save_batches", "budget"):
             if getattr(options, name) < 1:
                 raise ConfigError(f"--{name}={getattr(options, name)}: give a number >= 1")
+        for name in ("samples", "limit"):
+            if getattr(options, name) < 0:
+                raise ConfigError(f"--{name}={getattr(options, name)}: give a number >= 0")
+        if not 0 < options.temperature <= 10:
+            raise ConfigError(f"--temperature={options.temperature}: give a number > 0 and <= 10")
         target = load.load_target(options.target or demo.fetch_target(), options.dtype)
         head = load.load_head(options.head, target) if options.head else None
         thinking = pairing.thinking(target, head, {"default": None, "on": True, "off": False}[options.thinking])

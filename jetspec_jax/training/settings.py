@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import math
 import numbers
+import os
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -157,10 +158,12 @@ class Settings:
             )
         for name in ("data", "prompt_sets", "decode_prompts"):
             value = getattr(self, name)
-            if value and not Path(value).expanduser().exists():
+            if value and not Path(value).exists():
                 raise _wrong(name, value, "no such file or folder")
-        if self.prompt_sets and not Path(self.prompt_sets).expanduser().is_dir():
+        if self.prompt_sets and not Path(self.prompt_sets).is_dir():
             raise _wrong("prompt_sets", self.prompt_sets, "a folder is needed")
+        if self.decode_prompts and not Path(self.decode_prompts).is_file():
+            raise _wrong("decode_prompts", self.decode_prompts, "a file is needed, this is a folder")
 
     @property
     def thinking_switch(self) -> bool | None:
@@ -207,6 +210,7 @@ class Settings:
             raise _wrong(key, self.tap_layers or self.taps, f"does not fit the target ({error})") from None
 
 
+PATHS = {"target", "data", "prompt_sets", "answer_head", "init_head", "decode_prompts"}  # "~" is the user's folder
 KINDS: dict[str, Any] = {f.name: typing.get_type_hints(Settings)[f.name] for f in dataclasses.fields(Settings)}
 
 
@@ -219,7 +223,8 @@ def make(values: Mapping[str, Any], where: str) -> Settings:
     for key in values:
         if key not in KINDS:
             raise ConfigError(f"{where}: {key}: no such key{nearest(str(key), list(KINDS))}")
-    return Settings(**{key: _fitted(key, value, KINDS[key]) for key, value in values.items()})
+    fitted = {key: _fitted(key, value, KINDS[key]) for key, value in values.items()}
+    return Settings(**fitted | {key: os.path.expanduser(fitted[key]) for key in PATHS & fitted.keys()})
 
 
 def nearest(name: str, known: list[str], prefix: str = "") -> str:

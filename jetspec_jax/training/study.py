@@ -13,12 +13,11 @@ trim_loops where they repeat themselves), the corpus' are all whole.
 
 The same command again goes on, in the middle of measuring too; another one in the same DIR is refused. DIR/study.md
 holds the table of what is done so far. `--variants 0 2` takes rows of that table alone: once the first command has
-DIR/shared/corpus.jsonl, others may do other rows in the same DIR at the same time.
+DIR/shared/corpus.jsonl, others may do other rows in the same DIR at the same time. A row that is being done is refused.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import json
@@ -31,6 +30,7 @@ from typing import Any
 import jax
 
 from jetspec_jax import demo, load, pairing
+from jetspec_jax.arguments import Parser
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
 from jetspec_jax.training import answers as answer_store
@@ -88,32 +88,41 @@ def run(
         base, data=str(data), max_prompts=0, own_prompts=0, answers="target", samples=0, until="export", export="last",
         decode_prompts="",
     )  # fmt: skip
-    answering = dataclasses.replace(base, until="answers", max_minutes=left())
-    if not pipeline.run(answering, shared, log):
-        return False
     if not corpus.exists():
+        answering = dataclasses.replace(base, until="answers", max_minutes=left())
+        if not pipeline.run(answering, shared, log):
+            return False
         _learnt(data, shared / "answers", base.trim_loops, corpus)
     for number, (name, (change, _)) in enumerate(VARIANTS.items()):
         if numbers and number not in numbers:
             continue
         folder = workdir / f"variant-{number}"
-        folder.mkdir(exist_ok=True)
-        if not (folder / "result.json").exists():
-            if not on_time():
+        with files.alone(folder, ".study-lock"):
+            if not _variant(base, folder, corpus, name, change, prompts, limit, on_time, left, log):
                 return False
-            log(f"study: {name}")
-            config = dataclasses.replace(base, **change, max_minutes=left())
-            if config.answers == "corpus":
-                config = dataclasses.replace(config, data=str(corpus))
-            elif not (folder / "answers").exists():
-                (folder / "answers").symlink_to((shared / "answers").resolve(), target_is_directory=True)
-            if not pipeline.run(config, folder, log):
-                return False
-            _keep(folder, name, {})  # from here on the head is not trained again
-        if not _measure(base, folder, name, prompts, limit, on_time, log):
-            return False
         files.write(workdir / "study.md", table(workdir, base))
     return True
+
+
+def _variant(
+    base: Settings, folder: Path, corpus: Path, name: str, change: dict[str, Any], prompts: list[Path], limit: int,
+    on_time: Callable[[], bool], left: Callable, log: Log,
+) -> bool:  # fmt: skip
+    """Trains and measures one row of the table, as far as time allows; True when it is done."""
+    if not (folder / "result.json").exists():
+        if not on_time():
+            return False
+        log(f"study: {name}")
+        config = dataclasses.replace(base, **change, max_minutes=left())
+        if config.answers == "corpus":
+            config = dataclasses.replace(config, data=str(corpus))
+        elif not (folder / "answers").exists():
+            answers = corpus.parent / "answers"
+            (folder / "answers").symlink_to(answers.resolve(), target_is_directory=True)
+        if not pipeline.run(config, folder, log):
+            return False
+        _keep(folder, name, {})  # from here on the head is not trained again
+    return _measure(base, folder, name, prompts, limit, on_time, log)
 
 
 def _plan(config: Settings, prompts: list[Path], limit: int, fingerprint: str) -> dict[str, Any]:
@@ -134,7 +143,10 @@ def _sign(workdir: Path, plan: dict[str, Any]) -> None:
             raise ConfigError(f"--workdir={workdir}: its study does not say its settings; use a new --workdir")
         files.write_json(path, plan)
         return
-    found = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        raise ConfigError(f"{path}: damaged; use a new --workdir") from None
     for key in plan | found:
         old, new = found.get(key, "nothing"), plan.get(key, "nothing")
         if old != new:
@@ -243,7 +255,7 @@ def table(workdir: Path, config: Settings) -> str:
 
 def main(argv: list[str]) -> int:
     """The command of the module's docstring; the exit status."""
-    parser = argparse.ArgumentParser(prog="study", description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     parser.add_argument("--config", required=True, type=Path, help="configuration of every variant")
     parser.add_argument("--data", required=True, type=Path, help="rows with answers of their own")
     parser.add_argument("--workdir", required=True, type=Path)
@@ -255,7 +267,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--target", default="", help="default: the configuration's")
     parser.add_argument("--max_minutes", type=float, default=0.0, help="stop then; the same command goes on")
-    given = parser.parse_args(argv)
+    given = parser.parse(argv)
     begin = time.monotonic()
     minutes = lambda: (time.monotonic() - begin) / 60
     on_time = lambda: not given.max_minutes or minutes() < given.max_minutes
