@@ -43,6 +43,9 @@ SHAPES = [
     (1, 3, 3, 64, 17, 512, [129]),
     (1, 2, 5, 64, 31, 256, [192]),
     (1, 2, 8, 128, 256, 2048, [1500]),
+    (2, 2, 2, 64, 9, 200, [63, 128]),
+    (1, 2, 6, 128, 21, 320, [257]),
+    (2, 1, 7, 64, 16, 192, [5, 191]),
 ]
 CASES = [(s, t, True) for s, t in ((SHAPES[0], jnp.float32), (SHAPES[1], jnp.bfloat16))]
 CASES += [pytest.param(s, jnp.float32, True, marks=pytest.mark.slow) for s in SHAPES[2:]]
@@ -59,6 +62,10 @@ def test_attention(shape, dtype, interpret):
     rows = q.reshape(batch, nodes, kv_heads, groups, dim).swapaxes(1, 2).reshape(batch, kv_heads, -1, dim)
     got = jax.jit(gpu_attention.attend, static_argnums=5)(rows, fresh, mask, prefix, jnp.array(lengths), interpret)
     near(got, jax.jit(attention.attend)(q, fresh, mask, prefix, jnp.array(lengths)), dtype)
+
+
+def test_every_number_of_query_heads_a_kv_head_has_a_shape():
+    assert {groups for _, _, groups, *_ in SHAPES} == {*range(1, 9)}
 
 
 @HOW
@@ -93,6 +100,66 @@ def test_matrix_products(sizes, dtype, interpret):
     assert parts.dtype == jnp.float32
     near(parts.sum(0).astype(dtype), XLA.matmul(h[None], w)[0], dtype)
     near(gpu_layer.swiglu(h, gate_up, interpret), XLA.swiglu(h[None], gate_up)[0], dtype)
+
+
+# Of Qwen3-8B: rows, inner, columns; too slow for the interpreter.
+PRODUCTS_8B = [
+    *((rows, 4096, 6144) for rows in (16, 32, 64, 128, 256)),
+    *((rows, 4096, 4096) for rows in (64, 128, 256)),
+    *((rows, 12288, 4096) for rows in (1, 32, 128)),
+]
+GLUS_8B = [(rows, 4096, 12288) for rows in (1, 16, 32, 64)]
+
+
+def test_the_sizes_of_qwen3_8b_reach_every_tile_that_it_decodes_with():
+    """Every row count up to where XLA takes over."""
+    tiles = lambda rule, sizes: {rule(*size) for size in sizes}
+    most = lambda inner, columns: ops.FEW if inner > columns else 2 * ops.FEW
+    asked = [(n, *shape) for shape in {s[1:] for s in PRODUCTS_8B} for n in range(1, most(*shape) + 1)]
+    assert tiles(gpu_layer.tile, PRODUCTS_8B) == tiles(gpu_layer.tile, asked)
+    assert len({(t.columns, t.depth, t.warps, t.stages) for t in tiles(gpu_layer.tile, asked)}) == 4  # its branches
+    asked = [(n, 4096, 12288) for n in range(1, ops.NARROW + 1)]
+    assert tiles(gpu_layer.glu_tile, GLUS_8B) == tiles(gpu_layer.glu_tile, asked)
+
+
+def rows_near(actual, wanted, tolerance):
+    """Each row against its own largest value."""
+    worst = jnp.abs(actual.astype(jnp.float32) - wanted).max(-1) / jnp.abs(wanted).max(-1)
+    assert actual.shape == wanted.shape and worst.max() <= tolerance, worst.max()
+
+
+def exact(x, w):
+    """The product in f32; those of two 16-bit numbers are exact, so that the order of a sum is all that differs."""
+    return jnp.dot(x.astype(jnp.float32), w.astype(jnp.float32), precision="highest")
+
+
+def check_product(rows, inner, columns, interpret=False):
+    keys = jax.random.split(jax.random.key(rows))
+    x = jax.random.normal(keys[0], (rows, inner), jnp.bfloat16)
+    w = jax.random.normal(keys[1], (inner, columns), jnp.bfloat16) / 8
+    parts = gpu_layer.matmul(x, w, interpret)
+    assert len(parts) == gpu_layer.tile(rows, inner, columns).parts and parts.dtype == jnp.float32
+    rows_near(parts.sum(0), exact(x, w), 1e-3)  # a row's maximum is ~50, a term that is lost ~0.1
+
+
+def check_glu(rows, inner, columns, interpret=False):
+    keys = jax.random.split(jax.random.key(rows))
+    x = jax.random.normal(keys[0], (rows, inner), jnp.bfloat16)
+    w = jax.random.normal(keys[1], (inner, 2, columns), jnp.bfloat16) / 8
+    gate, up = exact(x, w[:, 0]), exact(x, w[:, 1])
+    rows_near(gpu_layer.swiglu(x, w, interpret), jax.nn.silu(gate) * up, 1.6e-2)  # four roundings to 8 bits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", PRODUCTS_8B, ids=str)
+def test_matrix_products_of_qwen3_8b(sizes):
+    check_product(*sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", GLUS_8B, ids=str)
+def test_swiglu_of_qwen3_8b(sizes):
+    check_glu(*sizes)
 
 
 @HOW

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetspec_jax import baseline, speculate
+from jetspec_jax import baseline, decoder, ops, speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.decoder import LENGTH, STOP, Decoder
+from jetspec_jax.drafts import jetspec
+from jetspec_jax.models import qwen3
 
 CAPACITY, DEPTH, BATCH = 48, 4, 4
 STUB = tiny.hash_target()
@@ -237,3 +240,47 @@ def test_wrong_options_are_refused_by_name():
             TreeConfig(**{name: 0})
     with pytest.raises(ConfigError, match=r"depth=40.*at most 4"):
         speculate.start(tiny.target("dense"), tiny.head(True), [1], TreeConfig(budget=8, depth=40))
+
+
+CHEAP = {"xla_backend_optimization_level": 0}  # compiling is all of the time here
+QUICK = {
+    name: jax.jit(getattr(decoder, name), static_argnums=0, compiler_options=CHEAP) for name in ("prefill", "rounds")
+}
+
+
+@pytest.mark.parametrize("attention", [a for a in ops.ATTENTIONS if a != "cudnn"])
+def test_every_attention_that_runs_f32(attention, monkeypatch):
+    """A real pair built for it against plain decoding with XLA, also coached to be accepted along branches.
+
+    That plain decoding with the kernels is the same too is in test_gpu_kernels.py.
+    """
+    for name, function in QUICK.items():
+        monkeypatch.setattr(tiny, name, function)
+    wide = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}  # the least that every kernel takes
+    how = ops.resolve(attention, "float32", 16)
+    head, shapes = jetspec.build(
+        tiny.head_config(True, **wide | {"num_heads": 4, "num_layers": 1}), jnp.float32, ops=how
+    )
+    draft_params = tiny.random_like(shapes, 4)
+    asked = tiny.request([[3, 1, 4, 1, 5], [9, 2]], 12, budget=[6, 4], temperature=[0.0, 1.0], seed=5)
+
+    def built(how):
+        model, shapes = qwen3.build(tiny.model_config("dense", **wide), jnp.float32, how)
+        return dataclasses.replace(tiny.target("dense"), model=model, params=tiny.random_like(shapes, 3))
+
+    wanted, loaded = tiny.plain(built(ops.XLA), asked), built(how)
+    static = Decoder(loaded.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB, head), 8, CAPACITY, "best_first", 4)
+    for coach in (True, False):
+        draft = tiny.coached(wanted.tokens, [[0, 1, 0, 0, 0, 0], [0, 0, -1, 0, 0, 0]], draft_params, coach)
+        state = tiny.decode(static, {"target": loaded.params, "draft": draft}, asked)
+        equal(state, wanted)
+        assert not coach or state.accept_lengths.max() > 2
+
+
+def test_cudnn_in_f32_is_refused(monkeypatch):
+    """For its dtype, also where there is the GPU."""
+    for backend in ("cpu", "gpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        with pytest.raises(ConfigError, match=r"^attention=cudnn: .*16-bit weights \(dtype=float32\); use xla$"):
+            ops.resolve("cudnn", "float32", 128)
+    assert ops.resolve("cudnn", "bfloat16", 128).attention == "cudnn"

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from small import HEAD, WIDTH, batch, example, random_examples, random_params, recipe, target
+from small import HEAD, MODEL, WIDTH, batch, example, random_examples, random_params, recipe, target
+from tiny import random_like
 
 from jetspec_jax import masks, numerics, rope
 from jetspec_jax.attention import attend
 from jetspec_jax.drafts import jetspec
+from jetspec_jax.models import qwen3
 from jetspec_jax.numerics import rms_norm
 from jetspec_jax.training import anchors as anchor_rules
 from jetspec_jax.training import features, flops, forward, losses, packing, step, teacher
@@ -190,6 +192,21 @@ def test_a_certain_teacher_and_a_broken_padding_row_give_a_finite_loss():
         assert not got.gradient[0, 2].any()
 
 
+def test_the_loss_over_a_vocabulary_of_152k_fits_a_device_of_16_gb():
+    """FC-47: 256 anchors a sequence, compiled from shapes. The CPU's compiler adds f32 copies of 16-bit operands."""
+    a = jax.ShapeDtypeStruct
+    hidden, flat = a((2, 256 * 15, 4096), jnp.bfloat16), (2, 256 * 15)
+    rows = losses.Rows(hidden, hidden, a(flat, jnp.int32), a(flat, jnp.float32))
+    table = a((151_936, 4096), jnp.bfloat16)
+
+    def gigabytes(chunk):
+        lowered = jax.jit(losses.distill, static_argnums=(2, 3)).lower(table, rows, Mix(), chunk)
+        used = lowered.compile().memory_analysis()
+        return (used.argument_size_in_bytes + used.temp_size_in_bytes + used.output_size_in_bytes) / 1e9
+
+    assert gigabytes(2048) < 16 < gigabytes(7680)  # that is the whole at once
+
+
 def test_run_length():
     hit = jnp.array([[[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]], bool)
     exists = jnp.array([[[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]], bool)
@@ -261,10 +278,12 @@ def test_a_sample_of_sequences_has_long_and_short_documents():
 # ---- the step
 
 
+CHEAP = {"xla_backend_optimization_level": 0}  # compiling is most of the time here
+
+
 @functools.lru_cache(None)
 def update():
-    cheap = {"xla_backend_optimization_level": 0}  # compiling is most of the time here
-    return jax.jit(step.update, static_argnums=0, compiler_options=cheap)
+    return jax.jit(step.update, static_argnums=0, compiler_options=CHEAP)
 
 
 @functools.lru_cache(None)
@@ -314,6 +333,59 @@ def test_kept_features_and_recomputed_layers_give_the_same_step():
     state, same = advance(dataclasses.replace(r, remat=True), start(r), brought)
     assert float(same.loss) == pytest.approx(float(metrics.loss), rel=1e-6)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), state.params, online.params)
+
+
+@pytest.mark.parametrize(
+    "kernel, dtype", [("xla", "float32"), pytest.param("cudnn", "bfloat16", marks=pytest.mark.gpu)]
+)
+def test_fused_attention_trains_as_xlas_does(kernel, dtype, monkeypatch):
+    """Features of the target, loss and gradient: packed documents, padding, an anchor for which there was no place.
+
+    Without a GPU, XLA computes what cuDNN is asked for, in f32: the CPU has no products of 16 bits into 32.
+    """
+    called, fused = [], teacher.fused
+
+    def recorded(q, k, v, mask, causal=False, implementation="cudnn"):
+        called.append(implementation)
+        return fused(q, k, v, mask, causal, kernel)
+
+    monkeypatch.setattr(teacher, "fused", recorded)
+    wide = {"hidden_size": 64, "head_dim": 64, "num_heads": 4, "num_kv_heads": 2}
+    model, shapes = qwen3.build(dataclasses.replace(MODEL, **wide), jnp.dtype(dtype))
+    r = recipe(target=model, head=dataclasses.replace(HEAD, **wide), dtype=dtype, loss_chunk=64)
+    params, state = random_like(shapes, 0), random_like(jetspec.build(r.head, jnp.float32)[1], 1)
+    draw = np.random.default_rng(0)
+    known = [example(str(n), draw.integers(4, 48, n), 5) for n in (90, 70, 40)]
+    packed = packing.pack(known, 128)
+    assert packed.document.max(1).tolist() == [1, 2] and (packed.document == 0).any(1).all()
+    part = jax.tree.map(lambda x: x[0], batch(packed, [0, 1]))
+    anchors = Anchors(jnp.array([[7, 8, 60, 87, 0], [6, 40, 66, 80, 104]]), jnp.ones((2, 5), bool).at[0, 4].set(False))
+
+    @functools.partial(jax.jit, static_argnums=0, compiler_options=CHEAP if kernel == "xla" else None)
+    def run(r, params, state):
+        where = part.tokens, part.document, part.position
+        found = teacher.run(model, params, *where, r.head.tap_layers, r.attention)
+        return found, *step._gradient(r, params, jnp.linspace(0.5, 2, 128), state, part, found, anchors)
+
+    results = [run(dataclasses.replace(r, attention=how), params, state) for how in ("xla", "cudnn")]
+    assert called == ["cudnn"] * 3  # two layers of the target, one of the head
+    (plain, wanted, sums), (found, gradient, same) = jax.device_get(results)
+    apart = 1e-3 if kernel == "cudnn" else 1e-8  # one minus the cosine
+    real = np.asarray(part.document) > 0
+    for x, y in zip(found, plain, strict=True):
+        assert np.isfinite(x.astype(np.float32)).all() and cosine(x[real], y[real]) > 1 - apart
+    assert same.blocks == sums.blocks == 9
+    assert float(same.loss) == pytest.approx(float(sums.loss), rel=10 * apart + 1e-5)
+    every = lambda tree: np.concatenate([x.ravel() for x in jax.tree.leaves(tree)])
+    assert np.linalg.norm(every(gradient)) == pytest.approx(np.linalg.norm(every(wanted)), rel=10 * apart + 1e-5)
+    assert cosine(every(gradient), every(wanted)) > 1 - apart
+    for x, y in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):
+        assert cosine(x, y) > 1 - 10 * apart
+
+
+def cosine(x, y):
+    x, y = (np.asarray(a, np.float64).ravel() for a in (x, y))
+    return x @ y / (np.linalg.norm(x) * np.linalg.norm(y))
 
 
 def test_a_batch_without_an_anchor_changes_nothing():

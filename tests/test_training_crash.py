@@ -1,4 +1,4 @@
-"""kill -9 in the middle of saving, again and again: the last complete checkpoint is never lost."""
+"""kill -9: the last complete checkpoint is never lost, and a run that goes on from it ends with the same bits."""
 
 import os
 import pathlib
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -57,3 +58,62 @@ def test_kill_9_twenty_times(tmp_path):
         last = max([last, *(int(x.split()[1]) for x in rest if x.startswith("saved"))])
         assert run.wait() == -9
     assert last > 10
+
+
+TRAIN = """
+import pathlib, sys, time
+sys.path.insert(0, "tests")
+import jax, numpy as np
+from small import WIDTH, random_examples, recipe, target
+from jetspec_jax import sharding
+from jetspec_jax.training import loop, packing
+from jetspec_jax.training.batches import Batches
+
+class Hanging(Batches):
+    def __getitem__(self, number):
+        if number == int(sys.argv[2]):
+            print("hangs", flush=True)
+            time.sleep(600)
+        return super().__getitem__(number)
+
+folder = pathlib.Path(sys.argv[1])
+data = Hanging(packing.pack(random_examples(30), WIDTH), 4, 1, 0)
+mesh, plan = sharding.make_mesh(1, jax.devices()[:1]), loop.Plan(5, 1000, 10)
+log = lambda line: print(line, flush=True)
+outcome = loop.train(recipe(20), target(), np.ones(32, np.float32), data, None, folder, plan, mesh, log=log)
+paths, _ = jax.tree_util.tree_flatten_with_path(outcome.state)
+np.savez(folder / "end.npz", **{jax.tree_util.keystr(path): x for path, x in paths})
+"""
+
+
+@pytest.mark.slow
+def test_twenty_steps_are_ten_a_kill_and_ten_to_the_bit(tmp_path):
+    """Killed in step 14, after the checkpoint of step 10: the steps in between are made again."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+
+    def start(name, hang=-1):
+        command = [sys.executable, "-c", TRAIN, str(tmp_path / name), str(hang)]
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+
+    with start("whole") as whole:
+        assert "going on" not in whole.communicate()[0] and whole.returncode == 0
+    with start("halves", hang=13) as killed:
+        assert killed.stdout is not None
+        try:
+            assert any(line == "hangs\n" for line in killed.stdout)
+            end = time.monotonic() + 60
+            while not (tmp_path / "halves" / "states" / "10").is_dir():  # written in the background
+                assert time.monotonic() < end
+                time.sleep(0.05)
+        finally:
+            killed.kill()
+        assert killed.wait() == -9 and not (tmp_path / "halves" / "end.npz").exists()
+    with start("halves") as resumed:
+        said = resumed.communicate()[0]
+        assert resumed.returncode == 0 and "going on at step 10\n" in said and "step 20/20" in said
+
+    with np.load(tmp_path / "whole" / "end.npz") as wanted, np.load(tmp_path / "halves" / "end.npz") as got:
+        assert got.files == wanted.files and wanted[".step"] == 20
+        assert {name.partition("[")[0] for name in got.files} >= {".params", ".optimizer", ".key"}
+        for name in got.files:
+            assert got[name].dtype == wanted[name].dtype and got[name].tobytes() == wanted[name].tobytes(), name
