@@ -40,7 +40,7 @@ def main() -> None:
     kv_heads, dim, dtype = config.num_kv_heads, config.head_dim, jnp.dtype(args.dtype)
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}"
     gpu = jax.default_backend() == "gpu"
-    limits = timing.machine(*(() if gpu else (0.1, 512)))
+    limits = timing.machine()
     print(f"{args.shape}, batch {args.batch}, {args.slots} slots; {device}; us a layer")
     print(f"{'rows':>6} {'length':>7} {'choice':>7} {'us':>9} {'floor us':>9} {'error':>9}", flush=True)
     found = []
