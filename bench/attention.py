@@ -4,7 +4,8 @@
     python bench/attention.py --shape qwen3-8b --rows 1 64 --lengths 1024 8192 32000 --slots 32768
 
 Sixteen layers' worth of caches are visited in turn, so that keys and values come from memory and not from the L2 cache.
-The floor is the time to read the committed keys and values once. Prints a table, then one JSON line.
+The floor is the time to read the committed keys and values once. The kernels' time means nothing without a GPU, their
+error does. Prints a table, then one JSON line; exit status 1 where an error exceeds the bound of `exact.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 
+import exact
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,7 +58,7 @@ def main() -> None:
         mask = masks.ancestors(jnp.asarray(parents, jnp.int32), 15)
         lengths = jnp.full((args.batch,), length, jnp.int32)
         wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-        exact = ops.XLA.attend(wide(q), wide(fresh), mask, wide(caches[0]), lengths)
+        reference = ops.XLA.attend(wide(q), wide(fresh), mask, wide(caches[0]), lengths)
         floor = 2 * args.batch * kv_heads * length * dim * dtype.itemsize / limits["bytes_per_second"]
         for choice in args.choices:
             if choice == "cudnn" and (dtype.itemsize != 2 or not gpu):
@@ -75,7 +78,7 @@ def main() -> None:
 
             seconds = timing.per_step(run, 4, 20, args.repeats) / LAYERS
             got = jax.jit(how.attend)(q, fresh, mask, caches[0], lengths)
-            error = float(jnp.abs(got.astype(jnp.float32) - exact).max() / jnp.abs(exact).max())
+            error = exact.error(got, reference)
             row = {
                 "rows": rows,
                 "length": length,
@@ -86,7 +89,9 @@ def main() -> None:
             }
             print(f"{rows:6} {length:7} {choice:>7} {row['us']:9.2f} {row['floor_us']:9.2f} {error:9.1e}", flush=True)
             found.append(row)
-    print(json.dumps({"settings": vars(args), "device": device, "rows": found}))
+    bound = exact.BOUNDS[args.dtype]
+    print(json.dumps({"settings": vars(args), "device": device, "bound": bound, "rows": found}))
+    sys.exit(any(row["error"] > bound for row in found))
 
 
 if __name__ == "__main__":

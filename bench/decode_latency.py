@@ -6,8 +6,8 @@
 
 Every figure is the time of one step inside the compiled loop (median of differences between a long and a short call,
 after warm-up), at each of `--contexts` committed tokens of cache slots. Two floors stand beside it, each with the ratio
-of the time to it: `read` is the time to read the weights and the committed K/V once (a round reads the lm_head twice) at
-the rate of a plain read in this very run, `product` the time to compute the products of all rows (weights, lm_head,
+of the time to it: `read` is the time to read the weights and the committed K/V once (a round: the lm_head twice) at the
+rate of a plain read in this very run, `product` the time to compute the products of all rows (weights, lm_head,
 scores and values over the committed K/V; a round's head included) at the rate of a large square product of the same
 dtype. Of a mixture as many experts are read as the rows can choose. `over` is the temporary memory of the loop beyond
 the tree's K/V and the larger of the target's and the draft's f32 logits, which are not alive together: the draft's end
