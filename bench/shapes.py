@@ -45,8 +45,8 @@ _135M = ModelConfig(
     intermediate_size=1536, norm_eps=1e-5, rope_theta=1e5, max_positions=8192, tie_embeddings=True, qk_norm=False,
 )  # fmt: skip
 _SMALL = {"num_kv_heads": 2, "head_dim": 16, "vocab_size": 512}
-_TINY = _qwen3(64, 4, 4, 128, False, **_SMALL)
-_TINY_MOE = _qwen3(64, 4, 4, 128, False, **_SMALL, moe=MoEConfig(8, 2, 64, True, (1, 2, 3)))
+_TINY = _qwen3(64, 2, 4, 128, False, **_SMALL)
+_TINY_MOE = _qwen3(64, 2, 4, 128, False, **_SMALL, moe=MoEConfig(8, 2, 64, True, (1,)))
 PAIRS = {
     "qwen3-8b": (_8B, _head(_8B, 5, (1, 9, 17, 25, 33), 151669)),
     "qwen3-0.6b": (_0_6B, _head(_0_6B, 5, (1, 7, 13, 19, 25), 151669)),
