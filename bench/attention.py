@@ -24,8 +24,6 @@ import timing
 
 from jetspec_jax import masks, ops
 
-LAYERS = 16
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -43,17 +41,18 @@ def main() -> None:
     kv_heads, dim, dtype = config.num_kv_heads, config.head_dim, jnp.dtype(args.dtype)
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}"
     gpu = jax.default_backend() == "gpu"
+    layers = 16 if gpu else 2
     limits = timing.machine()
     print(f"{args.shape}, batch {args.batch}, {args.slots} slots; {device}; us a layer")
     print(f"{'rows':>6} {'length':>7} {'choice':>7} {'us':>9} {'floor us':>9} {'error':>9}", flush=True)
     found = []
     for rows, length in itertools.product(args.rows, args.lengths):
-        key = iter(jax.random.split(jax.random.key(rows + length), 4 + 2 * LAYERS))
+        key = iter(jax.random.split(jax.random.key(rows + length), 4 + 2 * layers))
         draw = lambda *shape, key=key: jax.random.normal(next(key), shape, dtype)
         q = draw(args.batch, rows, config.num_heads, dim)
         fresh = draw(args.batch, kv_heads, rows, dim), draw(args.batch, kv_heads, rows, dim)
         kv = lambda draw=draw: draw(args.batch, kv_heads, args.slots, dim)
-        caches = tuple((kv(), kv()) for _ in range(LAYERS))
+        caches = tuple((kv(), kv()) for _ in range(layers))
         parents = np.maximum(np.arange(rows) // 2 - 1, -1)[None].repeat(args.batch, 0)
         mask = masks.ancestors(jnp.asarray(parents, jnp.int32), 15)
         lengths = jnp.full((args.batch,), length, jnp.int32)
@@ -76,7 +75,7 @@ def main() -> None:
                 held[0] = program(n, held[0])
                 return held[0]
 
-            seconds = timing.per_step(run, 4, 20, args.repeats) / LAYERS
+            seconds = timing.per_step(run, 4, 20, args.repeats) / layers
             got = jax.jit(how.attend)(q, fresh, mask, caches[0], lengths)
             error = exact.error(got, reference)
             row = {

@@ -45,7 +45,7 @@ def machine(dtype: str = "bfloat16") -> dict[str, float]:
 
     A product in float32 keeps all its bits, as the package's do.
     """
-    gib, size = (0.02, 512) if jax.default_backend() == "cpu" else (4.0, 8192)
+    gib, size = (0.005, 256) if jax.default_backend() == "cpu" else (4.0, 8192)
     rows = int(gib * 2**30) // (2 * 8192)
     big = jax.random.normal(jax.random.key(0), (rows, 8192), jnp.bfloat16)
     # The row's own maximum is added to nothing but a counter: each step reads the array once.
