@@ -5,9 +5,13 @@
     python bench/decode_latency.py --shape qwen3-8b --budgets 1 --contexts 1024:2048 1024:32768 32000:32768
 
 Every figure is the time of one step inside the compiled loop (median of differences between a long and a short call,
-after warm-up), at each of `--contexts` committed tokens of cache slots. `over` is the temporary memory of the loop
-beyond the tree's K/V and the logits. The floor is the time to read the weights and the K/V once
-at the rate that a plain read reaches in this very run. Prints a table, then one JSON line.
+after warm-up), at each of `--contexts` committed tokens of cache slots. Two floors stand beside it, each with the ratio
+of the time to it: `read` is the time to read the weights and the committed K/V once (a round: the lm_head twice) at the
+rate of a plain read in this very run, `product` the time to compute the products of all rows (weights, lm_head,
+scores and values over the committed K/V; a round's head included) at the rate of a large square product of the same
+dtype. Of a mixture as many experts are read as the rows can choose. `over` is the temporary memory of the loop beyond
+the tree's K/V and the larger of the target's and the draft's f32 logits, which are not alive together: the draft's end
+with the tree. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import shapes
 import timing
 
 from jetspec_jax import decoder, masks, ops, speculate, tree
+from jetspec_jax.training import flops
 
 
 def main() -> None:
@@ -42,30 +47,27 @@ def main() -> None:
     parser.add_argument("--profile", metavar="DIR", help="write a profiler trace of a few steps of each")
     args = parser.parse_args()
 
+    limits = timing.machine(args.dtype)  # before the weights: its arrays need the room
     pair = shapes.random_pair(args.shape, args.dtype, args.attention)
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}"
     print(
         f"{args.shape}, random weights, batch {args.batch}, attention {pair.target.ops.attention}; {device}", flush=True
     )
-    limits = timing.machine(
-        4.0 if jax.default_backend() != "cpu" else 0.1, 8192 if jax.default_backend() != "cpu" else 512
-    )
     reads, products = limits["bytes_per_second"] / 1e12, limits["flops_per_second"] / 1e12
-    print(f"plain read {reads:.3f} TB/s, matrix product {products:.0f} TFLOP/s")
-    titles = f"{'ms':>8} {'floor ms':>9} {'ratio':>6} {'compile s':>10} {'temp MiB':>9} {'over':>6}"
+    weights = size(pair.params) / 2**30
+    print(f"plain read {reads:.3f} TB/s, matrix product {products:.4g} TFLOP/s; weights {weights:.2f} GiB")
+    floors = f"{'read ms':>8} {'ratio':>6} {'product ms':>11} {'ratio':>6}"
+    titles = f"{'ms':>8} {floors} {'compile s':>10} {'temp MiB':>9} {'over':>6}"
     print(f"{'committed':>14} {'':>12} {titles}")
     rows = []
     for context in args.contexts:
         args.length, args.slots = map(int, context.split(":"))
         rows += [measure(args, pair, budget, limits) for budget in [1, *(b for b in args.budgets if b > 1)]]
-    stats = jax.devices()[0].memory_stats() or {}
     if args.anchor:
         seconds = anchor.per_token(pair, args.length, args.steps)
         print(f"transformers, static cache, compiled: {1e3 * seconds:.2f} ms a plain token")
         rows.append({"anchor": "transformers", "length": args.length, "ms": 1e3 * seconds})
-    peak = stats.get("peak_bytes_in_use", 0) / 2**30
-    print(f"weights {size(pair.params) / 2**30:.2f} GiB, peak {peak:.2f} GiB")
-    print(json.dumps({"settings": vars(args), "device": device, "machine": limits, "peak_gib": peak, "rows": rows}))
+    print(json.dumps({"settings": vars(args), "device": device, "machine": limits, "rows": rows}))
 
 
 def measure(args: argparse.Namespace, pair: shapes.Pair, budget: int, limits: dict) -> dict:
@@ -83,24 +85,20 @@ def measure(args: argparse.Namespace, pair: shapes.Pair, budget: int, limits: di
         return held[0].length
 
     step = timing.per_step(run, args.steps // 4, args.steps, args.repeats)
-    kv = size(held[0].cache) * args.length / args.slots
-    work = weights_read(pair, pair.params["target"]) + kv
-    if budget > 1:
-        work += (
-            weights_read(pair, pair.params["draft"])
-            + head_bytes(pair)
-            + size(held[0].draft.context) * args.length / args.slots
-        )
-    flops = 2 * args.batch * budget * (weights_read(pair, pair.params["target"]) / held[0].cache[0][0].dtype.itemsize)
-    floor = max(work / limits["bytes_per_second"], flops / limits["flops_per_second"])
+    kv = size((held[0].cache, held[0].draft.context if budget > 1 else ())) * args.length / args.slots
+    work = weight_bytes(pair, args.batch * budget, budget > 1) + kv
+    products = product_flop(pair, static, args.batch, args.length)
+    read, product = work / limits["bytes_per_second"], products / limits["flops_per_second"]
     temp = program.memory_analysis().temp_size_in_bytes / 2**20
     row = {
-        "length": args.length, "slots": args.slots, "budget": budget, "ms": 1e3 * step, "floor_ms": 1e3 * floor,
-        "bytes": work, "compile_seconds": seconds,
+        "length": args.length, "slots": args.slots, "budget": budget, "ms": 1e3 * step,
+        "read_floor_ms": 1e3 * read, "read_ratio": step / read,
+        "product_floor_ms": 1e3 * product, "product_ratio": step / product,
+        "bytes": work, "flop": products, "compile_seconds": seconds,
         "temp_mib": temp, "over_mib": temp - expected_mib(pair, args.batch, budget),
     }  # fmt: skip
     name = "plain step" if budget == 1 else f"round {budget}"
-    times = f"{row['ms']:8.3f} {row['floor_ms']:9.3f} {step / floor:6.2f}"
+    times = f"{row['ms']:8.3f} {1e3 * read:8.3f} {step / read:6.2f} {1e3 * product:11.3f} {step / product:6.2f}"
     at = f"{args.length} of {args.slots}"
     print(f"{at:>14} {name:>12} {times} {seconds:10.1f} {temp:9.1f} {row['over_mib']:6.1f}", flush=True)
     if args.profile:
@@ -171,9 +169,9 @@ def parts(args, pair, static, state, budget: int) -> dict[str, float]:
 
 
 def expected_mib(pair: shapes.Pair, batch: int, budget: int) -> float:
-    """Logits of target and draft in f32 and the tree's keys and values: what a round holds by its nature."""
+    """The tree's keys and values, and f32 logits of the target or the draft: what a round holds by its nature."""
     c = pair.target.config
-    logits = 4 * c.vocab_size * (budget + (pair.draft.depth if budget > 1 else 0))
+    logits = 4 * c.vocab_size * max(budget, min(pair.draft.depth, budget - 1))
     kv = 2 * c.num_layers * c.num_kv_heads * c.head_dim * budget * pair.params["target"]["embedding"].dtype.itemsize
     return batch * (logits + kv) / 2**20
 
@@ -182,16 +180,33 @@ def size(tree) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
-def weights_read(pair: shapes.Pair, params: dict) -> int:
-    """Bytes that one pass reads: an untied embedding is only looked up."""
-    tied = "lm_head" not in params
-    return size(params) - (params["embedding"].nbytes if "embedding" in params and not tied else 0)
+def weight_bytes(pair: shapes.Pair, rows: int, drafting: bool) -> int:
+    """Weights that a step of `rows` rows reads; drafting reads the head, and the target's lm_head once more."""
+    params, moe = pair.params["target"], pair.target.config.moe
+    table = params.get("lm_head", params["embedding"])
+    read = size(params["layers"]) + params["norm"].nbytes + table.nbytes  # an untied embedding is only looked up
+    if moe:
+        experts = sum(size([params["layers"][i][name] for name in ("gate_up", "down")]) for i in moe.sparse_layers)
+        touched = min(moe.num_experts, rows * moe.experts_per_token)
+        read -= experts - experts * touched // moe.num_experts
+    return read + (size(pair.params["draft"]) + table.nbytes if drafting else 0)
 
 
-def head_bytes(pair: shapes.Pair) -> int:
-    """The target's lm_head, which the draft reads once more."""
-    target = pair.params["target"]
-    return target.get("lm_head", target["embedding"]).nbytes
+def product_flop(pair: shapes.Pair, static: decoder.Decoder, batch: int, length: int) -> int:
+    """FLOP of a step's products; the tree's and the block's attention to themselves is left out."""
+    c, draft = pair.target.config, static.draft
+
+    def layers(config, rows):
+        attended = 2 * length * config.num_heads * config.head_dim * config.num_layers
+        return 2 * rows * (flops.row_parameters(config) + attended)
+
+    logits = static.rows + static.depth
+    total = 2 * batch * logits * c.vocab_size * c.hidden_size + layers(c, batch * static.rows)
+    if draft:
+        h, fresh = draft.config, batch * (draft.depth + 1)  # the rows of a round, of which the head keeps K/V
+        keys_values = 2 * h.num_layers * h.hidden_size * h.num_kv_heads * h.head_dim
+        total += layers(h, batch * draft.slots) + 2 * fresh * (pair.params["draft"]["fc"].size + keys_values)
+    return total
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Where the time of a profiler trace goes: device time by kernel.
 
-python bench/decode_latency.py --shape qwen3-8b --budgets 64 --profile /tmp/trace
-python bench/kernels.py /tmp/trace/64 --steps 8
+    python bench/decode_latency.py --shape qwen3-8b --budgets 64 --profile /tmp/trace
+    python bench/kernels.py /tmp/trace/1024-2048/64 --steps 8
+
+The folder is DIR/LENGTH-SLOTS/BUDGET of `--profile DIR`, budget 1 the plain step.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import argparse
 import collections
 import pathlib
 import re
+import sys
 
 import jax
 
@@ -20,10 +23,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="steps in the trace")
     parser.add_argument("--top", type=int, default=30)
     args = parser.parse_args()
-    (path,) = args.folder.rglob("*.xplane.pb")
+    traces = sorted(args.folder.rglob("*.xplane.pb"))
+    if len(traces) != 1:
+        sys.exit(f"kernels: {len(traces)} traces (*.xplane.pb) in {args.folder}; give the folder of one")
     total: dict[str, float] = collections.Counter()
     count: dict[str, int] = collections.Counter()
-    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+    for plane in jax.profiler.ProfileData.from_file(str(traces[0])).planes:
         if not plane.name.startswith("/device:"):
             continue
         for line in plane.lines:

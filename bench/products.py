@@ -6,7 +6,8 @@
 `xla` and `xla [out, in]` are XLA's choice for the two layouts of a weight, `kernel` is ours with the tile that `ops`
 would use; `--tiles` tries every other tile as well and prints the best. Copies of a weight are visited in turn, so that
 all come from memory and not from the L2 cache. The floor is the time to read the weight once or to multiply by it,
-whichever is longer. Prints a table, then one JSON line.
+whichever is longer; `error` is how far `kernel` is from `xla` (without a GPU the kernel is checked in the interpreter
+and not timed). Prints a table, then one JSON line; exit status 1 where an error exceeds the bound of `exact.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import concurrent.futures
 import functools
 import itertools
 import json
+import sys
 
+import exact
 import jax
 import jax.numpy as jnp
 import shapes
@@ -43,7 +46,7 @@ def main() -> None:
 
     gpu = jax.default_backend() == "gpu"
     config, _ = shapes.PAIRS[args.shape]
-    limits = timing.machine(*(() if gpu else (0.1, 512)))
+    limits = timing.machine()
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, bfloat16"
     print(f"{args.shape}; {device}; us of a product and what reads it", flush=True)
     found = []
@@ -53,9 +56,15 @@ def main() -> None:
             weight = layer.weights[0]
             floor = max(weight.nbytes / limits["bytes_per_second"], 2 * rows * weight.size / limits["flops_per_second"])
             row = {"name": name, "rows": rows, "floor_us": 1e6 * floor} | layer.measure(rows, args)
-            print("  ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+            print("  ".join(f"{k} {shown(k, v)}" for k, v in row.items()), flush=True)
             found.append(row)
-    print(json.dumps({"settings": vars(args), "device": device, "machine": limits, "rows": found}))
+    bound = exact.BOUNDS["bfloat16"]
+    print(json.dumps({"settings": vars(args), "device": device, "machine": limits, "bound": bound, "rows": found}))
+    sys.exit(any(row.get("error", 0) > bound for row in found))
+
+
+def shown(name: str, value) -> str:
+    return f"{value:.1e}" if name == "error" else f"{value:.1f}" if isinstance(value, float) else f"{value}"
 
 
 class Product:
@@ -63,7 +72,7 @@ class Product:
 
     def __init__(self, name: str, config, gpu: bool):
         c = self.config = config
-        self.name, self.kernels = name, Ops("pallas") if gpu else XLA
+        self.name, self.gpu, self.kernels = name, gpu, Ops("pallas") if gpu else XLA
         self.sizes = {
             "qkv": (c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim),
             "out": (c.num_heads * c.head_dim, c.hidden_size),
@@ -93,8 +102,8 @@ class Product:
         def ours(x, w, cut=None):
             flat = x.reshape(rows, inner)
             if self.name == "gate_up":
-                return gpu_layer.swiglu(flat, w.reshape(inner, 2, -1), cut=cut)
-            return read(self.kernels, gpu_layer.matmul(flat, w, cut=cut)[:, None])
+                return gpu_layer.swiglu(flat, w.reshape(inner, 2, -1), not self.gpu, cut)
+            return read(Ops("pallas"), gpu_layer.matmul(flat, w, not self.gpu, cut)[:, None])
 
         if self.name == "gate_up":
             ways = {"xla": glu, "xla [out, in]": functools.partial(glu, spec="bte,fe->btf")}
@@ -107,7 +116,10 @@ class Product:
         for way, function in ways.items():  # one by one: XLA times its own candidates while it compiles
             weights = [w.T for w in self.weights] if "[out" in way else self.weights
             row[way] = self.clock(self.program(function, x, weights), x, weights, args.repeats)
-        if self.kernels == XLA or not gpu_layer.tileable(*self.sizes):
+        if not gpu_layer.tileable(*self.sizes):
+            return row
+        row["error"] = exact.error(jax.jit(ours)(x, self.weights[0]), jax.jit(ways["xla"])(x, self.weights[0]))
+        if not self.gpu:
             return row
         cuts = [None, *(tiles(rows, *self.sizes, self.name == "gate_up") if args.tiles else [])]
         with concurrent.futures.ThreadPoolExecutor() as pool:

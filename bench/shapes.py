@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 
-from jetspec_jax import decoder, ops
+from jetspec_jax import decoder, demo, ops
 from jetspec_jax.checkpoint import numpy_dtype
 from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
 from jetspec_jax.drafts import jetspec
@@ -43,12 +44,17 @@ _135M = ModelConfig(
     model_type="llama", vocab_size=49152, hidden_size=576, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64,
     intermediate_size=1536, norm_eps=1e-5, rope_theta=1e5, max_positions=8192, tie_embeddings=True, qk_norm=False,
 )  # fmt: skip
+_SMALL = {"num_kv_heads": 2, "head_dim": 16, "vocab_size": 512}
+_TINY = _qwen3(64, 2, 4, 128, False, **_SMALL)
+_TINY_MOE = _qwen3(64, 2, 4, 128, False, **_SMALL, moe=MoEConfig(8, 2, 64, True, (1,)))
 PAIRS = {
     "qwen3-8b": (_8B, _head(_8B, 5, (1, 9, 17, 25, 33), 151669)),
     "qwen3-0.6b": (_0_6B, _head(_0_6B, 5, (1, 7, 13, 19, 25), 151669)),
     "qwen3-30b-a3b": (_30B, _head(_30B, 8, (1, 12, 23, 34, 45), 151669)),
-    "smollm2-135m": (_135M, _head(_135M, 3, (1, 8, 15, 22, 28), 3, num_heads=9, num_kv_heads=3)),
-}  # the last is the size of the demo pair
+    "smollm2-135m": (_135M, HeadConfig.from_hf(json.loads((demo.head_folder() / "config.json").read_text()))),
+    "tiny": (_TINY, _head(_TINY, 1, (0, 1), 511)),
+    "tiny-moe": (_TINY_MOE, _head(_TINY_MOE, 1, (0, 1), 511)),
+}  # smollm2-135m is the demo pair, the tiny ones are smoke runs for a CPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +71,20 @@ class Pair:
 
 
 def random_pair(name: str, dtype: str = "bfloat16", attention: str = "auto") -> Pair:
-    """Draws every weight on the device, one array at a time: normal with the gain of a trained network."""
+    """A pair with every weight random."""
     config, head = PAIRS[name]
     how = ops.resolve(attention, dtype, config.head_dim)
     target, shapes = qwen3.build(config, numpy_dtype(dtype), how)
     draft, head_shapes = jetspec.build(head, numpy_dtype(dtype), ops=how)
-    leaves, structure = jax.tree.flatten({"target": shapes, "draft": head_shapes})
+    return Pair(target, draft, drawn({"target": shapes, "draft": head_shapes}))
+
+
+def drawn(shapes):
+    """Arrays of these shapes, drawn on the device one at a time: normal with the gain of a trained network."""
+    leaves, structure = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(0), len(leaves))
     arrays = [_draw(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
-    return Pair(target, draft, jax.block_until_ready(jax.tree.unflatten(structure, arrays)))
+    return jax.block_until_ready(jax.tree.unflatten(structure, arrays))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -83,7 +94,8 @@ def _draw(key, shape, dtype):
 
 
 def state_at(static: decoder.Decoder, params: dict, length: int, batch: int, budget: int) -> decoder.State:
-    """A state that has committed `length` tokens; caches hold random numbers, tokens are random."""
+    """A state that has committed `length` tokens. Caches hold random numbers, so that drafts and choices vary; the
+    committed tokens are ones and zeros, since a round reads none of them but the last."""
     row = lambda value, dtype=jnp.int32: jnp.full((batch,), value, dtype)
     asked = decoder.Request(
         tokens=jnp.ones((batch, 16), jnp.int32), prompt_length=row(16), limit=row(static.capacity), budget=row(budget),

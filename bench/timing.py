@@ -9,6 +9,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jetspec_jax.numerics import precision
+
 
 def per_step(run: Callable[[int], object], short: int, long: int, repeats: int) -> float:
     """Seconds a step: median over `repeats` of (time of `long` steps - time of `short` steps) / difference.
@@ -38,8 +40,12 @@ def looped(step: Callable, *constants) -> Callable:
     return lambda n, carry: program(jnp.int32(n), carry, constants)
 
 
-def machine(gib: float = 4.0, size: int = 8192) -> dict[str, float]:
-    """Bytes a second of a read (row maxima of bf16) and FLOP a second of a bf16 matrix product of random data."""
+def machine(dtype: str = "bfloat16") -> dict[str, float]:
+    """Bytes a second of a read (row maxima of bf16) and FLOP a second of a `dtype` matrix product of random data.
+
+    A product in float32 keeps all its bits, as the package's do.
+    """
+    gib, size = (0.005, 256) if jax.default_backend() == "cpu" else (4.0, 8192)
     rows = int(gib * 2**30) // (2 * 8192)
     big = jax.random.normal(jax.random.key(0), (rows, 8192), jnp.bfloat16)
     # The row's own maximum is added to nothing but a counter: each step reads the array once.
@@ -47,7 +53,7 @@ def machine(gib: float = 4.0, size: int = 8192) -> dict[str, float]:
     seconds = per_step(lambda n: read(n, jnp.float32(0)), 4, 24, 5)
     bandwidth = big.nbytes / seconds
     del big
-    a, b = (jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16) for i in range(2))
-    product = looped(lambda c, b: jnp.dot(c, b) * jnp.bfloat16(0.01), b)
+    a, b = (jax.random.normal(jax.random.key(i), (size, size), dtype) for i in range(2))
+    product = looped(lambda c, b: jnp.dot(c, b, precision=precision(b.dtype)) * jnp.asarray(0.01, b.dtype), b)
     seconds = per_step(lambda n: product(n, jnp.copy(a)), 4, 24, 5)
     return {"bytes_per_second": bandwidth, "flops_per_second": 2 * size**3 / seconds}

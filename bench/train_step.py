@@ -1,12 +1,14 @@
-"""Time, memory and FLOP utilisation of a training step at the sizes of a real target, with random weights.
+"""Time, memory and FLOP utilisation of a training step at the shape of a real target, with random weights.
 
-    python bench/train_step.py                        Qwen3-8B: sequences of 3,072, 256 anchors, two at a time
-    python bench/train_step.py --size tiny --steps 2  a smoke run for a CPU
+    python bench/train_step.py
+    python bench/train_step.py --shape tiny --dtype float32 --sequence 64 --anchors 8      a smoke run for a CPU
 
 The step is the online one of `configs/qwen3_8b.py`: target forward, head forward and backward, chunked forward KL over
-the whole vocabulary, AdamW on f32 masters. Utilisation = counted operations of a step / (its seconds x the rate of an
-8192 x 8192 bfloat16 product in the same process); what is counted stands in `jetspec_jax/training/flops.py`. Parts are
-timed alone, so their sum is not exactly the step. Prints a table, then one JSON line.
+the whole vocabulary, AdamW on f32 masters. Times are medians of (time of 1 + `--steps` calls - time of one call) /
+`--steps`. Utilisation = counted operations of a step / (its seconds x the rate of a large square product of the same
+dtype in the same process); what is counted stands in `jetspec_jax/training/flops.py`. `peak` is all device memory held
+at once up to the end of the timed steps: weights, state and the step. Parts are timed alone and after that, so their
+sum is not exactly the step. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -14,179 +16,157 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import shapes
+import timing
 
-from jetspec_jax.config import ModelConfig
 from jetspec_jax.models import qwen3
 from jetspec_jax.training import anchors as anchor_rules
 from jetspec_jax.training import flops, losses, options, pipeline, settings, step, teacher
 from jetspec_jax.training.batches import Batch
 
 CONFIG = Path(__file__).parent.parent / "configs" / "qwen3_8b.py"
-SIZES = {
-    "qwen3_8b": {
-        "vocab_size": 151_936, "hidden_size": 4_096, "num_hidden_layers": 36, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12_288,
-    },
-    "tiny": {
-        "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128,
-    },
-}  # fmt: skip
-
-
-def random_params(shapes, seed: int):
-    """Drawn on the device, a parameter at a time: matrices N(0, 0.02), norms one."""
-    draw = jax.jit(lambda key, shape, dtype: 0.02 * jax.random.normal(key, shape, dtype), static_argnums=(1, 2))
-    leaves, structure = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    make = lambda k, x: draw(k, x.shape, x.dtype) if len(x.shape) > 1 else jnp.ones(x.shape, x.dtype)
-    return jax.tree.unflatten(structure, [make(k, x) for k, x in zip(keys, leaves, strict=True)])
-
-
-def seconds(run, repeats: int) -> float:
-    """Mean of `repeats` calls behind one that compiles."""
-    jax.block_until_ready(run())
-    begin = time.perf_counter()
-    for _ in range(repeats):
-        out = run()
-    jax.block_until_ready(out)
-    return (time.perf_counter() - begin) / repeats
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="qwen3_8b")
-    parser.add_argument("--sequence", type=int)
-    parser.add_argument("--anchors", type=int)
+    parser.add_argument("--shape", choices=shapes.PAIRS, default="qwen3-8b")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--sequence", type=int, default=3_072)
+    parser.add_argument("--anchors", type=int, default=256)
     parser.add_argument("--micro_batch", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--attention", choices=["auto", "xla", "cudnn"], default="auto")
     parser.add_argument("--loss_chunk", type=int, default=2_048)
     parser.add_argument("--noremat", action="store_true", help="keep what is inside the head's layers")
-    parser.add_argument("--parts", action="store_true", help="also time the parts alone (three more compilations)")
+    parser.add_argument("--parts", action="store_true", help="also time the parts alone (four more compilations)")
     args = parser.parse_args()
-    tiny = args.size == "tiny"
-    args.sequence = args.sequence or (64 if tiny else 3_072)
-    args.anchors = args.anchors or (8 if tiny else 256)
 
-    raw = SIZES[args.size] | {"model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1e6}
-    target_config = ModelConfig.from_hf(raw | {"max_position_embeddings": 40_960, "tie_word_embeddings": False})
+    target, head = shapes.PAIRS[args.shape]
+    attention = teacher.kernel(args.attention, args.dtype)
     values = options.load(CONFIG) | {
         "sequence_length": args.sequence, "anchors": args.anchors, "loss_chunk": args.loss_chunk,
         "batch": args.micro_batch, "remat": not args.noremat, "epochs": 0.0, "steps": 1_000, "data": "-",
     }  # fmt: skip
-    if tiny:
-        values |= {"tap_layers": (0, 1), "mask_token_id": 511, "head_layers": 1, "dtype": "float32"}
     config = settings.make(values, str(CONFIG))
-    dtype = config.dtype
-    model, shapes = qwen3.build(target_config, jnp.dtype(dtype))
-    params = random_params(shapes, 0)
-    head = config.head_config(target_config, ())
-    attention = teacher.kernel(args.attention, dtype)
-
-    class Target:  # what the recipe reads of a loaded target
-        pass
-
-    Target.model, Target.dtype = model, dtype
-    recipe = pipeline.make_recipe(config, Target, head, config.steps, attention)
-    shape = 1, args.micro_batch, args.sequence
-    draw = np.random.default_rng(0)
-    at = np.broadcast_to(np.arange(args.sequence, dtype=np.int32), shape)
-    batch = Batch(
-        jnp.asarray(draw.integers(0, target_config.vocab_size - 1_000 * (not tiny) - 1, shape, np.int32)),
-        jnp.ones(shape, jnp.int32),
-        jnp.asarray(at),
-        jnp.asarray(at >= args.sequence // 8),
-        jnp.zeros(shape[:2], jnp.int32),
-    )
+    model, weights = qwen3.build(target, jnp.dtype(args.dtype))
+    recipe = pipeline.make_recipe(config, model, args.dtype, head, config.steps, attention)
+    params = shapes.drawn(weights)
+    batch = random_batch((1, args.micro_batch, args.sequence), target.vocab_size)
     scale = jnp.ones(len(head.tap_layers) * head.hidden_size)
-    rate = flops.matrix_rate(dtype)
-
-    parts = {}
-    part = jax.tree.map(lambda x: x[0], batch)
-    run_target = jax.jit(
-        lambda p: teacher.run(model, p, part.tokens, part.document, part.position, head.tap_layers, attention)
-    )
-    work = flops.parts(recipe, target_config, args.micro_batch, args.sequence, online=True)
-    if args.parts:
-        parts["target forward"] = seconds(lambda: run_target(params), args.steps)
-        found = run_target(params)
-        keys = jax.random.split(jax.random.key(0), args.micro_batch)
-        anchors = anchor_rules.sample(keys, anchor_rules.candidates(part.learnt, part.document), args.anchors)
-        start = jax.jit(lambda norm: step.init(recipe, norm))(params["norm"]).params
-
-        @jax.jit
-        def head_alone(head_params, params, found):
-            block = step.blocks(recipe, params, part, anchors)
-            drafted = lambda p: step.drafted(recipe, step.fold(p, scale, dtype), block, part, found, anchors)
-            hidden, pullback = jax.vjp(drafted, head_params)
-            return pullback(hidden)[0]
-
-        parts["head forward and backward"] = seconds(lambda: head_alone(start, params, found), args.steps)
-        rows = args.anchors * head.depth
-        slots = losses.Rows(
-            draft=jnp.ones((args.micro_batch, rows, head.hidden_size), dtype),
-            teacher=jnp.ones((args.micro_batch, rows, head.hidden_size), dtype),
-            label=jnp.zeros((args.micro_batch, rows), jnp.int32),
-            weight=jnp.ones((args.micro_batch, rows)),
-        )
-        loss = jax.jit(losses.distill, static_argnums=(2, 3))
-        table = step.unembedding(params)
-        parts["lm_head and loss"] = seconds(lambda: loss(table, slots, recipe.mix, recipe.loss_chunk), args.steps)
-
-        @functools.partial(jax.jit, donate_argnums=(0, 1))
-        def adamw(head_params, moments):
-            change, moments = recipe.optimizer.update(head_params, moments, head_params)
-            return optax.apply_updates(head_params, change), moments
-
-        held = [(start, jax.jit(recipe.optimizer.init)(start))]
-
-        def optimise():
-            held[0] = adamw(*held[0])
-            return held[0]
-
-        parts["AdamW"] = seconds(optimise, args.steps)
-        del held, start, found, slots
 
     state = jax.jit(lambda norm: step.init(recipe, norm))(params["norm"])
     update = jax.jit(step.update, static_argnums=0, donate_argnums=3)
     compiled = update.lower(recipe, params, scale, state, batch).compile()
-    memory = compiled.memory_analysis()
-    holder = [state]
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    held = [state, None]
     del state
 
     def whole():
-        holder[0], metrics = update(recipe, params, scale, holder[0], batch)
-        return metrics
+        held[:] = compiled(params, scale, held[0], batch)
+        return held[1]
 
-    time_step = seconds(whole, args.steps)
-    total = sum(work.values())
+    time_step = seconds(whole, args)
+    loss = float(held[1].loss)
     device = jax.devices()[0]
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+    times = parts(args, recipe, params, scale, held.pop(0), batch) if args.parts else {}
+    work = flops.parts(recipe, target, args.micro_batch, args.sequence, online=True)
+    total, rate = sum(work.values()), flops.matrix_rate(args.dtype)
     utilisation = total / time_step / rate
 
-    print(f"{device.device_kind}, {dtype}, attention {attention}, {args.micro_batch} x {args.sequence}, "
-          f"{args.anchors} anchors, random weights")  # fmt: skip
-    print(f"matrix rate {rate / 1e12:.1f} TFLOP/s; a step {total / 1e12:.1f} TFLOP")
+    print(f"{args.shape}, random weights, {args.micro_batch} x {args.sequence}, {args.anchors} anchors, attention "
+          f"{attention}; {device.device_kind}, jax {jax.__version__}, {args.dtype}")  # fmt: skip
+    print(f"matrix rate {rate / 1e12:.4g} TFLOP/s; a step {total / 1e12:.4g} TFLOP")
     for name, value in work.items():
         print(f"  {name:28} {value / 1e12:8.2f} TFLOP")
-    for name, value in parts.items():
+    for name, value in times.items():
         print(f"  {name:28} {1e3 * value:8.1f} ms alone")
     print(f"step {1e3 * time_step:.1f} ms, model FLOP utilisation {utilisation:.1%}")
-    print(f"peak {peak / 2**30:.1f} GiB; temporaries of the step {memory.temp_size_in_bytes / 2**30:.1f} GiB")
+    print(f"peak {peak / 2**30:.1f} GiB; temporaries of the step {temporary / 2**30:.1f} GiB")
     print(json.dumps({
         "device": device.device_kind, "settings": vars(args), "attention": attention, "ms_step": 1e3 * time_step,
-        "ms_parts": {k: 1e3 * v for k, v in parts.items()}, "flop": work, "matrix_rate": rate,
-        "utilisation": utilisation, "peak_bytes": peak, "temporary_bytes": memory.temp_size_in_bytes,
-        "loss": float(whole().loss),
+        "ms_parts": {k: 1e3 * v for k, v in times.items()}, "flop": work, "matrix_rate": rate,
+        "utilisation": utilisation, "peak_bytes": peak, "temporary_bytes": temporary, "loss": loss,
     }))  # fmt: skip
+
+
+def seconds(call, args: argparse.Namespace) -> float:
+    """Of one call, behind one that compiles."""
+
+    def run(n: int):
+        for _ in range(n):
+            out = call()
+        return out
+
+    return timing.per_step(run, 1, 1 + args.steps, args.repeats)
+
+
+def random_batch(shape: tuple[int, int, int], vocab: int) -> Batch:
+    """Sequences of one document each, of which all but the first eighth is learnt."""
+    at = np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape)
+    tokens = np.random.default_rng(0).integers(0, vocab, shape, np.int32)
+    learnt = jnp.asarray(at >= shape[-1] // 8)
+    return Batch(
+        jnp.asarray(tokens), jnp.ones(shape, jnp.int32), jnp.asarray(at), learnt, jnp.zeros(shape[:2], jnp.int32)
+    )
+
+
+def parts(args: argparse.Namespace, recipe: step.Recipe, params, scale, state, batch: Batch) -> dict[str, float]:
+    """Seconds of the parts alone; takes the state."""
+    head, dtype, times = recipe.head, recipe.dtype, {}
+    part = jax.tree.map(lambda x: x[0], batch)
+
+    @jax.jit
+    def target_alone(p):
+        return teacher.run(
+            recipe.target, p, part.tokens, part.document, part.position, head.tap_layers, recipe.attention
+        )
+
+    times["target forward"] = seconds(lambda: target_alone(params), args)
+    found = target_alone(params)
+    keys = jax.random.split(jax.random.key(0), args.micro_batch)
+    anchors = anchor_rules.sample(keys, anchor_rules.candidates(part.learnt, part.document), args.anchors)
+
+    @jax.jit
+    def head_alone(head_params, params, found):
+        block = step.blocks(recipe, params, part, anchors)
+        drafted = lambda p: step.drafted(recipe, step.fold(p, scale, dtype), block, part, found, anchors)
+        hidden, pullback = jax.vjp(drafted, head_params)
+        return pullback(hidden)[0]
+
+    times["head forward and backward"] = seconds(lambda: head_alone(state.params, params, found), args)
+    del found
+    rows = args.anchors * head.depth
+    slots = losses.Rows(
+        draft=jnp.ones((args.micro_batch, rows, head.hidden_size), dtype),
+        teacher=jnp.ones((args.micro_batch, rows, head.hidden_size), dtype),
+        label=jnp.zeros((args.micro_batch, rows), jnp.int32),
+        weight=jnp.ones((args.micro_batch, rows)),
+    )
+    loss = jax.jit(losses.distill, static_argnums=(2, 3))
+    table = step.unembedding(params)
+    times["lm_head and loss"] = seconds(lambda: loss(table, slots, recipe.mix, recipe.loss_chunk), args)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def adamw(head_params, moments):
+        change, moments = recipe.optimizer.update(head_params, moments, head_params)
+        return optax.apply_updates(head_params, change), moments
+
+    held = [(state.params, state.optimizer)]
+
+    def optimise():
+        held[0] = adamw(*held[0])
+        return held[0]
+
+    times["AdamW"] = seconds(optimise, args)
+    return times
 
 
 if __name__ == "__main__":

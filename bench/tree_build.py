@@ -2,13 +2,16 @@
 
     python bench/tree_build.py --vocab 151936 --budgets 16 64 128 256
 
-Random logits. `top-k` is the candidates alone. Prints a table, then one JSON line.
+Random logits. `top-k` is the candidates alone, tokens and log-probabilities. `equal`: the kernel's trees are those of
+`tree.grow`, node for node (without a GPU the kernel is checked in the interpreter and not timed). Prints a table, then
+one JSON line; exit status 1 if any tree differs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -32,25 +35,30 @@ def main() -> None:
     logits = 3 * jax.random.normal(jax.random.key(0), (args.batch, args.depth, args.vocab))
     found = []
     for budget in args.budgets:
-        row = {
-            "budget": budget,
-            "top-k": timed(args, logits, lambda x, b=budget: tree.candidates(x, min(64, b - 1))[1]),
-        }
+        both = lambda x, budget=budget: sum(tree.candidates(x, min(64, budget - 1)))  # XLA drops what nothing reads
+        row = {"budget": budget, "top-k": timed(args, logits, both)}
         for builder, kernels in (("best_first", False), ("best_first", True), ("accum_logp", False)):
             if kernels and not gpu:
                 continue  # the interpreter's time means nothing
             width = 64 if builder == "best_first" else 7
 
             def build(x, builder=builder, width=width, budget=budget, kernels=kernels):
-                zero = jnp.zeros((args.batch,), jnp.int32)
-                how = ops.Ops("pallas" if kernels else "xla")
-                built = tree.build(builder, width, budget, x, zero, zero + budget, how.grow)
+                built = grown(x, budget, "pallas" if kernels else "xla", builder, width)
                 return built.tokens + masks.ancestors(built.parents, args.depth).sum(-1)
 
             row[f"{builder}{' kernel' if kernels else ''}"] = timed(args, logits, build)
-        print("  ".join(f"{name} {value:8.1f}" for name, value in row.items()), flush=True)
+        trees = [jax.jit(grown, static_argnums=(1, 2))(logits, budget, how) for how in ("pallas", "xla")]
+        times = "  ".join(f"{name} {value:8.1f}" for name, value in row.items())
+        row["equal"] = all(bool((a == b).all()) for a, b in zip(*trees, strict=True))
+        print(f"{times}  equal {row['equal']}", flush=True)
         found.append(row)
     print(json.dumps({"settings": vars(args), "device": device, "rows": found}))
+    sys.exit(not all(row["equal"] for row in found))
+
+
+def grown(logits, budget: int, how: str, builder: str = "best_first", width: int = 64) -> tree.Tree:
+    zero = jnp.zeros(len(logits), jnp.int32)
+    return tree.build(builder, width, budget, logits, zero, zero + budget, ops.Ops(how).grow)
 
 
 def timed(args: argparse.Namespace, logits, function) -> float:

@@ -33,19 +33,19 @@ def parts(recipe: Recipe, target: ModelConfig, sequences: int, length: int, onli
     fuse = 2 * tokens * len(head.tap_layers) * head.hidden_size * head.hidden_size
     context = head.num_layers * 2 * head.hidden_size * head.num_kv_heads * head.head_dim
     seen = 4 * rows * (length / 2 + head.block_size) * head.num_heads * head.head_dim * head.num_layers
-    forward = 2 * rows * _layers(head) + fuse + 2 * tokens * context + seen
+    forward = 2 * rows * row_parameters(head) + fuse + 2 * tokens * context + seen
     own = 4 * tokens * length / 2 * target.num_heads * target.head_dim * target.num_layers
     slots = rows // head.block_size * head.depth
     products = 2 + recipe.mix.teaches
     return {
-        "target": float(2 * tokens * _layers(target) + own) if online else 0.0,
+        "target": float(2 * tokens * row_parameters(target) + own) if online else 0.0,
         "head_forward": float(forward),
         "head_backward": float(2 * forward - fuse),
         "lm_head": float(products * 2 * slots * head.vocab_size * head.hidden_size),
     }
 
 
-def _layers(c: ModelConfig | HeadConfig) -> int:
+def row_parameters(c: ModelConfig | HeadConfig) -> int:
     """Matrix parameters that one row passes through."""
     attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
     dense, total = 3 * c.hidden_size * c.intermediate_size, 0

@@ -33,6 +33,7 @@ import numpy as np
 from jetspec_jax import demo, load, pairing, sharding
 from jetspec_jax.config import ConfigError, HeadConfig, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance, prompts
+from jetspec_jax.models.qwen3 import Qwen3Target
 from jetspec_jax.training import answers as answer_store
 from jetspec_jax.training import (
     examples,
@@ -167,7 +168,7 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
         stored = features.Stored(workdir / "features", target, packed, head.tap_layers)
 
     # ---- training
-    recipe = make_recipe(config, target, head, steps, attention)
+    recipe = make_recipe(config, target.model, target.dtype, head, steps, attention)
     batches = Batches(
         packed, config.batch, config.accumulate, config.seed, stored, jax.process_index(), jax.process_count()
     )
@@ -196,14 +197,12 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
     return at == steps
 
 
-def make_recipe(config: Settings, target, head: HeadConfig, steps: int, attention: str) -> Recipe:
+def make_recipe(config: Settings, model: Qwen3Target, dtype, head: HeadConfig, steps: int, attention: str) -> Recipe:
     """What is static in a step, from the settings."""
     mix = Mix(config.forward_kl, config.reverse_kl, config.cross_entropy, config.loss_temperature)
     same = {f.name for f in dataclasses.fields(Recipe)} & {f.name for f in dataclasses.fields(Settings)}
     values = {name: getattr(config, name) for name in same - {"target", "dtype", "steps", "attention"}}
-    return Recipe(
-        target=target.model, head=head, dtype=str(target.dtype), steps=steps, mix=mix, attention=attention, **values
-    )
+    return Recipe(target=model, head=head, dtype=str(dtype), steps=steps, mix=mix, attention=attention, **values)
 
 
 def _start(config: Settings, target, head: HeadConfig) -> dict | None:
