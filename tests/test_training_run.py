@@ -270,8 +270,32 @@ def test_the_best_head_keeps_its_own_step_when_the_run_goes_back(tmp_path, monke
     with loop.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save_best(5, again.best, 4.0)
         checkpoints.wait()
-        assert checkpoints.best_notes() == {"step": 5, "acceptance": 4.0}
+        assert checkpoints.restore_best(again.best, print)[1] == {"step": 5, "acceptance": 4.0}
     assert (tmp_path / "later-best-10").is_dir()  # a kill before the save loses nothing
+
+
+def test_a_damaged_best_head_is_said_and_none_to_beat(tmp_path, monkeypatch):
+    """FC-52: a figure whose head is lost must not keep worse heads from being the best."""
+    packed = packing.pack(random_examples(30), WIDTH)
+    figures = iter([3.0, 2.0])
+    monkeypatch.setattr(loop, "_evaluate", lambda *given: {"acceptance": {"2": next(figures)}})
+    plan = loop.Plan(5, 5, 5, heldout=packed, budgets=(2,))
+    left = iter(range(5))
+    run(tmp_path, 10, packed, plan, on_time=lambda: next(left, None) is not None)
+    for path in (tmp_path / "best" / "5" / "params").rglob("*"):
+        if path.is_file() and path.stat().st_size > 500:
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    said = []
+    found = run(tmp_path, 10, packed, plan, log=said.append)
+    assert any(line.startswith("train: the best head, of step 5, cannot be read") for line in said)
+    assert (found.notes["best_step"], found.notes["best"]) == (10, 2.0)
+    jax.tree.map(np.testing.assert_array_equal, found.best, found.state.params)
+
+
+def test_a_manifest_that_is_no_object_matches_nothing(tmp_path):
+    (tmp_path / "settings.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"no readable manifest .no JSON object.; fix"):
+        manifest.check(tmp_path / "settings.json", {"a": 1}, "fix")
 
 
 def test_sigterm_saves_and_ends(tmp_path):
@@ -524,12 +548,13 @@ def test_own_prompts_keep_off_the_benchmarks_of_prompt_sets_beside_other_rows(lo
 def test_what_cannot_work_is_refused_before_anything_slow(loaded, tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "_source", lambda *given: pytest.fail("too late"))
     config = lambda **change: settings.make(SMALL | {"data": str(questions(tmp_path)), "target": "t"} | change, "c")
-    other = types.SimpleNamespace(config=dataclasses.replace(HEAD, block_size=5), params={})
+    head = config().head_config(target().config, target().eos)
+    other = types.SimpleNamespace(config=dataclasses.replace(head, max_positions=9, block_size=5), params={})
     monkeypatch.setattr(load, "load_head", lambda source, target: other)
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"messages": [{"role": "user", "content": "a" * 40}]}) + "\n")
     for change, message in [
-        ({"init_head": "h"}, "--config.init_head=h: its [a-z_]* is .*, this run's .*; make them equal"),
+        ({"init_head": "h"}, "--config.init_head=h: its block_size is 5, this run's 4; make them equal"),
         ({"decode_prompts": str(tmp_path)}, "--config.decode_prompts=.*: a file is needed, this is a folder"),
         ({"decode_prompts": str(long)}, "--config.decode_prompts=.*: no prompt of the file is short enough"),
     ]:

@@ -120,15 +120,6 @@ class Checkpoints:
             raise ConfigError(f"{self._folder}: {'; '.join(reasons)}; remove it to begin anew")
         return None
 
-    def best_notes(self) -> dict[str, Any]:
-        """Step and acceptance length of the best head; {} where none was saved or it cannot be read."""
-        step = self._best.latest_step()
-        try:
-            args = ocp.args.Composite(notes=ocp.args.JsonRestore())
-            return {} if step is None else self._best.restore(step, args=args)["notes"]
-        except Exception:  # whatever a damaged file provokes
-            return {}
-
     def restore_best(self, like: dict, log: Callable[[str], None]) -> tuple[dict, dict[str, Any]] | None:
         """Parameters and notes of the best head; None where none was saved or, with a word, it cannot be read."""
         step = self._best.latest_step()

@@ -108,7 +108,10 @@ def train(
             log(f"train: going on at step {int(state.step)}")
         else:
             state = jax.jit(make, out_shardings=layout)(target.params["norm"])
-        notes |= _noted(checkpoints.best_notes())  # the state's own may be older, where the run went back
+        # The state's own may be older, where the run went back; a best head that cannot be read is none to beat.
+        best = checkpoints.restore_best(_placed(fresh, layout).params, log)
+        notes |= _noted(best[1] if best else {})
+        del best
         at, position = int(state.step), int(state.position)
         saved, first = (at if found else None), at
         lead = jax.process_index() == 0

@@ -73,8 +73,10 @@ def check(path: Path, values: dict[str, Any], fix: str) -> bool:
     if not path.exists():
         return False
     try:
-        found = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("no JSON object")
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: no readable manifest ({error}); {fix}") from None
     for key, value in json.loads(json.dumps(values)).items():
         if found.get(key, value) != value:

@@ -219,7 +219,7 @@ def _start(config: Settings, target, head: HeadConfig) -> dict | None:
         raise ConfigError(f"--config.init_head: {error}") from None
     for field in dataclasses.fields(HeadConfig):
         old, new = (getattr(c, field.name) for c in (found.config, head))
-        if old != new and field.name != "dtype":
+        if old != new and field.name not in ("dtype", "max_positions"):
             raise ConfigError(
                 f"--config.init_head={config.init_head}: its {field.name} is {old}, this run's {new}; make them equal"
             )

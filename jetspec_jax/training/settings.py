@@ -57,8 +57,8 @@ class Settings:
 
     # ---- answers
     answers: str = _one_of("target", "target", "corpus")  # the target answers the prompts, or the rows' own answers
-    max_prompt_tokens: int = _number(256, 1)  # longer prompts are left out
-    max_new_tokens: int = _number(256, 2)
+    max_prompt_tokens: int = _number(256, 1)  # longer prompts are not answered; corpus rows: see sequence_length
+    max_new_tokens: int = _number(256, 2)  # of the target's answers
     samples: int = _number(0, 0)  # sampled answers a prompt, beside the greedy one
     temperature: float = _number(0.8, 0, 10, above=True)  # of those
     answer_batch: int = _number(256, 1)
