@@ -122,8 +122,9 @@ class UsageError(Exception):
 
 def main(argv: list[str]) -> int:
     """Parses, decodes, prints; returns the exit status."""
-    from jetspec_jax import arguments, programs
+    from jetspec_jax import command
     from jetspec_jax.config import ConfigError
+    from jetspec_jax.files import programs
 
     for output in (sys.stdout, sys.stderr):  # what a narrow terminal cannot show is escaped
         if isinstance(output, io.TextIOWrapper):
@@ -136,7 +137,7 @@ def main(argv: list[str]) -> int:
         if FLAGS.xla_flags == "tested":
             programs.apply_flags()
         tree, sampling = _configs()
-        given = None if FLAGS.prompt_ids is None else arguments.ids("prompt_ids", FLAGS.prompt_ids)
+        given = None if FLAGS.prompt_ids is None else command.ids("prompt_ids", FLAGS.prompt_ids)
     except ConfigError as error:
         return _fail(2, f"--{error}")
     except (flags.Error, UsageError) as error:
@@ -202,7 +203,7 @@ def _parse(argv: list[str]) -> None:
 
 def _configs():
     """Tree and sampling as the flags alone give them."""
-    from jetspec_jax import arguments
+    from jetspec_jax import command
     from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 
     prompts = [name for name in ("prompt", "prompt_ids", "prompt_file") if FLAGS[name].value is not None]
@@ -238,7 +239,7 @@ def _configs():
         sharp = {} if FLAGS.sharpness is None else {"sharpness": FLAGS.sharpness}
         tree = TreeConfig(FLAGS.budget, FLAGS.width, FLAGS.depth, FLAGS.tree or "best_first", **sharp)
         options = {name: FLAGS[name].value for name in PLAIN_OPTIONS}
-        more = arguments.bias(FLAGS.logit_bias), arguments.ids("stop_token_ids", FLAGS.stop_token_ids)
+        more = command.bias(FLAGS.logit_bias), command.ids("stop_token_ids", FLAGS.stop_token_ids)
         return tree, SamplingConfig(**options, logit_bias=more[0], stop_token_ids=more[1])
     except ConfigError as error:
         raise UsageError(f"--{error}") from None
@@ -313,8 +314,8 @@ def _row(line: str, where: str, sampling) -> Row:
 
 def _load(tree):
     """Target, head (or None) and the tree of the method."""
-    from jetspec_jax import demo, load
     from jetspec_jax.config import ConfigError
+    from jetspec_jax.files import demo, load
 
     path = FLAGS.target or demo.fetch_target()
     _say(f"loading {FLAGS.target or 'the demo target'}")
@@ -332,10 +333,10 @@ def _load(tree):
 
 def _thinking(target, head) -> bool | None:
     """The mode that prompts are rendered in; None where no template with a switch is used."""
-    from jetspec_jax import pairing
+    from jetspec_jax.files import pair
 
     rendered = FLAGS.prompt_ids is None and FLAGS.chat is not False
-    return pairing.thinking(target, head, FLAGS.thinking) if rendered else None
+    return pair.thinking(target, head, FLAGS.thinking) if rendered else None
 
 
 def _encode(target, row: Row) -> list[int]:
@@ -358,7 +359,8 @@ def _encode(target, row: Row) -> list[int]:
 def _decode(target, head, tree, row: Row) -> None:
     import jax
 
-    from jetspec_jax import baseline, speculate, trace
+    from jetspec_jax import baseline, speculate
+    from jetspec_jax.evals import trace
 
     ids, chunk = row.prompt, {"prefill_chunk": FLAGS.prefill_chunk}
     if FLAGS.trace:

@@ -22,7 +22,8 @@ import numpy as np
 import shapes
 import timing
 
-from jetspec_jax import masks, ops
+from jetspec_jax.backends import ops
+from jetspec_jax.layers import masks
 
 
 def main() -> None:

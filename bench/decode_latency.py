@@ -26,7 +26,10 @@ import jax.numpy as jnp
 import shapes
 import timing
 
-from jetspec_jax import decoder, masks, ops, speculate, tree
+from jetspec_jax import speculate
+from jetspec_jax.backends import ops
+from jetspec_jax.layers import masks
+from jetspec_jax.loop import decoder, tree
 from jetspec_jax.training import flops
 
 

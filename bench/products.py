@@ -25,11 +25,11 @@ import jax.numpy as jnp
 import shapes
 import timing
 
-from jetspec_jax import rope
-from jetspec_jax.kernels import gpu_layer
-from jetspec_jax.kernels.gpu_layer import Tile
-from jetspec_jax.numerics import einsum
-from jetspec_jax.ops import XLA, Ops
+from jetspec_jax.backends.kernels import gpu_layer
+from jetspec_jax.backends.kernels.gpu_layer import Tile
+from jetspec_jax.backends.ops import XLA, Ops
+from jetspec_jax.layers import rope
+from jetspec_jax.layers.numerics import einsum
 
 CACHED = 400e6  # bytes that the L2 cache cannot hold
 NAMES = ("qkv", "out", "gate_up", "down")

@@ -9,13 +9,15 @@ import json
 import jax
 import jax.numpy as jnp
 
-from jetspec_jax import decoder, demo, ops
-from jetspec_jax.checkpoint import numpy_dtype
+from jetspec_jax.backends import ops
 from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
-from jetspec_jax.drafts import jetspec
-from jetspec_jax.drafts.jetspec import HeadState
+from jetspec_jax.drafts import block
+from jetspec_jax.drafts.block import HeadState
+from jetspec_jax.files import demo
+from jetspec_jax.files.checkpoint import numpy_dtype
+from jetspec_jax.loop import decoder
+from jetspec_jax.loop.sampling import Sampling
 from jetspec_jax.models import qwen3
-from jetspec_jax.sampling import Sampling
 
 QWEN = {"norm_eps": 1e-6, "rope_theta": 1e6, "max_positions": 40960, "vocab_size": 151936, "head_dim": 128}
 
@@ -62,7 +64,7 @@ class Pair:
     """A target and a head with random weights on the device."""
 
     target: qwen3.Qwen3Target
-    draft: jetspec.BlockDraft
+    draft: block.BlockDraft
     params: dict
 
     @property
@@ -75,7 +77,7 @@ def random_pair(name: str, dtype: str = "bfloat16", attention: str = "auto") -> 
     config, head = PAIRS[name]
     how = ops.resolve(attention, dtype, config.head_dim)
     target, shapes = qwen3.build(config, numpy_dtype(dtype), how)
-    draft, head_shapes = jetspec.build(head, numpy_dtype(dtype), ops=how)
+    draft, head_shapes = block.build(head, numpy_dtype(dtype), ops=how)
     return Pair(target, draft, drawn({"target": shapes, "draft": head_shapes}))
 
 

@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 import shapes
 
-from jetspec_jax import decoder, speculate
-from jetspec_jax.sampling import Sampling
+from jetspec_jax import speculate
+from jetspec_jax.loop import decoder
+from jetspec_jax.loop.sampling import Sampling
 
 
 def main() -> None:

@@ -19,9 +19,10 @@ import sys
 
 import jax
 
-from jetspec_jax import baseline, demo, load, speculate
+from jetspec_jax import baseline, speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
+from jetspec_jax.files import demo, load
 
 
 def main() -> None:

@@ -21,8 +21,10 @@ import jax.numpy as jnp
 import shapes
 import timing
 
-from jetspec_jax import decoder, ops, speculate
-from jetspec_jax.sampling import Sampling
+from jetspec_jax import speculate
+from jetspec_jax.backends import ops
+from jetspec_jax.loop import decoder
+from jetspec_jax.loop.sampling import Sampling
 
 BONUS = 1e4
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jetspec_jax.numerics import precision
+from jetspec_jax.layers.numerics import precision
 
 
 def per_step(run: Callable[[int], object], short: int, long: int, repeats: int) -> float:

@@ -141,7 +141,7 @@ def parts(args: argparse.Namespace, recipe: step.Recipe, params, scale, state, b
         hidden, pullback = jax.vjp(drafted, head_params)
         return pullback(hidden)[0]
 
-    times["head forward and backward"] = seconds(lambda: head_alone(state.params, params, found), args)
+    times["head forward and backward"] = seconds(lambda found=found: head_alone(state.params, params, found), args)
     del found
     rows = args.anchors * head.depth
     slots = losses.Rows(

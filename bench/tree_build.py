@@ -17,7 +17,9 @@ import jax
 import jax.numpy as jnp
 import timing
 
-from jetspec_jax import masks, ops, tree
+from jetspec_jax.backends import ops
+from jetspec_jax.layers import masks
+from jetspec_jax.loop import tree
 
 
 def main() -> None:

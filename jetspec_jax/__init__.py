@@ -20,8 +20,8 @@ import importlib
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "load_target": "jetspec_jax.load",
-    "load_head": "jetspec_jax.load",
+    "load_target": "jetspec_jax.files.load",
+    "load_head": "jetspec_jax.files.load",
     "TreeConfig": "jetspec_jax.config",
     "SamplingConfig": "jetspec_jax.config",
     "ConfigError": "jetspec_jax.config",

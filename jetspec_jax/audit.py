@@ -35,12 +35,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jetspec_jax import baseline, decoder, demo, load, pairing, speculate
-from jetspec_jax.arguments import Parser
+from jetspec_jax import baseline, speculate
+from jetspec_jax.backends.ops import XLA
+from jetspec_jax.command import Parser
 from jetspec_jax.config import MIN_TEMPERATURE, ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
 from jetspec_jax.evals import prompts as prompt_sets
-from jetspec_jax.ops import XLA
+from jetspec_jax.files import demo, load, pair
+from jetspec_jax.loop import decoder
 
 TIE = 1e-4  # of the logits' standard deviation, float32
 APART = 8.0  # how much farther from float32 than the plain run rounding may take the speculative one
@@ -310,7 +312,7 @@ def read(target, head, args) -> tuple[list[list[int]], int]:
     Also how many prompts are left out, because they are too long or behind the first `--limit` of their file.
     """
     asked = None if args.thinking is None else args.thinking == "on"
-    mode = pairing.thinking(target, head, asked)
+    mode = pair.thinking(target, head, asked)
     files = [prompt_sets.encode(target, pathlib.Path(path), mode) for path in args.prompts]
     ids = [row for rows in files for row in acceptance.short(rows, args.limit, args.max_prompt_tokens)]
     if not ids:

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jetspec_jax import batch, processors, sampling, speculate
+from jetspec_jax import speculate
 from jetspec_jax.config import SamplingConfig
+from jetspec_jax.engine import requests
+from jetspec_jax.loop import processors, sampling
 
 
 @dataclasses.dataclass
@@ -67,8 +69,8 @@ def scores(
 ) -> tuple[jax.Array, jax.Array]:
     """What the choice behind `new` is made by, from its logits [V]: scores before the filters, and what the choice is
     the largest of (filtered, with the noise); both over the temperature."""
-    option, ids = batch.resolve(target, option), [*prompt, *new]
-    ask = batch.request([list(prompt)], [option], [1], len(prompt))
+    option, ids = requests.resolve(target, option), [*prompt, *new]
+    ask = requests.request([list(prompt)], [option], [1], len(prompt))
     length = jnp.array([len(ids)])
     past = processors.Past(jnp.array([ids], jnp.int32), ask.prompt_length, length, ask.eos)
     counts = processors.committed(past, ask.sampling, logits.size)

@@ -11,9 +11,9 @@ import dataclasses
 import math
 from typing import Any
 
+from jetspec_jax.layers.rope_scaling import RopeScaling
 from jetspec_jax.options import MIN_TEMPERATURE, ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.options import whole as _whole
-from jetspec_jax.rope_scaling import RopeScaling
 
 __all__ = [
     "MIN_TEMPERATURE",

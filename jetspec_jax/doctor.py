@@ -22,11 +22,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jetspec_jax import checkpoint, load, pairing, speculate
-from jetspec_jax.arguments import Parser
+from jetspec_jax import speculate
+from jetspec_jax.command import Parser
 from jetspec_jax.config import ConfigError, HeadConfig, SamplingConfig, TreeConfig, default_taps
 from jetspec_jax.evals import probe
 from jetspec_jax.evals import prompts as prompt_sets
+from jetspec_jax.files import checkpoint, load, pair
 
 BUDGET = 16
 POOR = 1.5  # tokens a round at that budget; heads that fit commit two and more even in open chat
@@ -79,7 +80,7 @@ def compare(target, config: HeadConfig, metadata: dict[str, Any]) -> list[Findin
         say("fingerprint", "ok", stored)
     else:
         say("fingerprint", "note", f"trained for files with {stored}, these have {target.fingerprint}")
-    for line in pairing.oddities(config, metadata):
+    for line in pair.oddities(config, metadata):
         say("jetspec.json", "note", line)
     return found
 
@@ -206,7 +207,7 @@ def examine(source: str, head_source: str, dtype: str | None, prompts: str | Non
         if not any(f.status == "wrong" for f in findings):
             findings.append(Finding("head", "wrong", str(error)))
     else:
-        mode = pairing.thinking(target, head, None)
+        mode = pair.thinking(target, head, None)
         text = prompts is not None or target.tokenizer is not None
         measured, figures = measure(target, head, read(target, mode, prompts), new, text)
         findings += measured

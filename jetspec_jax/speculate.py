@@ -19,10 +19,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jetspec_jax import batch, pairing
-from jetspec_jax.batch import check
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
-from jetspec_jax.decoder import (
+from jetspec_jax.engine import requests
+from jetspec_jax.engine.requests import check
+from jetspec_jax.engine.stops import StopText
+from jetspec_jax.files import pair
+from jetspec_jax.loop.decoder import (
     DEFAULT_CHUNK,
     NONFINITE,
     RUNNING,
@@ -38,7 +40,6 @@ from jetspec_jax.decoder import (
     traced_prefill,
     traced_step,
 )
-from jetspec_jax.stops import StopText
 
 __all__ = [
     "DecodeError",
@@ -180,7 +181,7 @@ class Flight:
         budgets = [o.budget or usual for o in sampling]
         budget = max(budgets)
         draft = None if head is None or budget == 1 else head.draft
-        rows = batch.power(budget, 2) if draft else 1
+        rows = requests.power(budget, 2) if draft else 1
         if head is not None and (tree.depth or 0) > head.draft.depth:
             raise ConfigError(
                 f"depth={tree.depth}: this head drafts at most {head.draft.depth} positions a round; give that or less"
@@ -189,7 +190,7 @@ class Flight:
             draft = dataclasses.replace(draft, depth=min(tree.depth or draft.depth, rows - 1))
         longest = max(len(i) + s.max_new_tokens for i, s in zip(ids, sampling, strict=True))
         spare = (draft.depth if draft else 0) + 1
-        width = batch.power(max(map(len, ids)), 16)
+        width = requests.power(max(map(len, ids)), 16)
         chunked = width > chunk
         capacity = _capacity((longest if chunked else max(longest, width)) + spare)
         if chunked:  # any number of chunks is one program
@@ -224,7 +225,7 @@ class Flight:
         ]  # of rows whose text must be read while they run
         self.seconds = {"load": target.seconds + (head.seconds if head else 0.0), "compile": 0.0}
 
-        self._request = request = batch.request(ids, sampling, budgets, width)
+        self._request = request = requests.request(ids, sampling, budgets, width)
         program = self._compile(prefill, self._params, request)
         begin = time.perf_counter()
         self.state: State = jax.block_until_ready(program(self._params, request))
@@ -276,7 +277,7 @@ class Flight:
         if self.decoder.draft:
             rounds = sum(r.rounds for r in results)
             committed = sum(sum(r.accept_lengths) for r in results)
-            pairing.note_acceptance(self._target, self._head, rounds, committed / max(rounds, 1))
+            pair.note_acceptance(self._target, self._head, rounds, committed / max(rounds, 1))
         return results
 
     def _result(self, s: State, row: int) -> Result:
@@ -375,15 +376,15 @@ def start(
     if not isinstance(chunk, numbers.Integral) or isinstance(chunk, bool) or chunk < 1:
         raise ConfigError(f"prefill_chunk={chunk}: give a whole number of tokens >= 1 (default {DEFAULT_CHUNK})")
     if head is not None:
-        pairing.check(target, head)
+        pair.check(target, head)
     if chat and not any(isinstance(prompt, str) for prompt in prompts):
         raise ConfigError("chat=True: token ids are taken as they are; leave the option out")
-    mode = pairing.thinking(target, head, thinking) if pairing.rendered(prompts, chat, thinking) else None
+    mode = pair.thinking(target, head, thinking) if pair.rendered(prompts, chat, thinking) else None
     ids = [prompt_ids(target, prompt, chat, mode) for prompt in prompts]
     for row, option in zip(ids, options, strict=True):
         check(target, row, option)
-    options = [batch.resolve(target, option) for option in options]
-    pairing.note_length(head, max(len(i) + o.max_new_tokens for i, o in zip(ids, options, strict=True)))
+    options = [requests.resolve(target, option) for option in options]
+    pair.note_length(head, max(len(i) + o.max_new_tokens for i, o in zip(ids, options, strict=True)))
     return Flight(target, head, ids, options, tree or TreeConfig(), single, watch, int(chunk), mode)
 
 
@@ -405,7 +406,7 @@ def prompt_ids(target, prompt: Prompt, chat: bool | None = None, thinking: bool 
         raise ConfigError(f"chat: {target.source} has no chat template; use --nochat")
     if chat is False or not target.tokenizer.has_chat_template:
         return target.tokenizer.encode(prompt, begin=True)
-    mode = pairing.thinking(target, None, thinking)
+    mode = pair.thinking(target, None, thinking)
     return target.tokenizer.encode_chat([{"role": "user", "content": prompt}], mode)
 
 

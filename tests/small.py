@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax import load
 from jetspec_jax.config import HeadConfig, ModelConfig
+from jetspec_jax.files import load
+from jetspec_jax.files.tokenizer import Tokenizer
 from jetspec_jax.models import qwen3
-from jetspec_jax.tokenizer import Tokenizer
 from jetspec_jax.training import packing, step
 from jetspec_jax.training.batches import Batch
 from jetspec_jax.training.examples import Example

@@ -6,9 +6,10 @@ import pathlib
 import pytest
 import tiny
 
-from jetspec_jax import load, speculate
+from jetspec_jax import speculate
 from jetspec_jax.config import SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
+from jetspec_jax.files import load
 
 PAIR = pathlib.Path(__file__).parent / "fixtures" / "peer_parity" / "dense_trained"
 PROMPTS = [[11, 12, 17], [49], [5, 6, 7, 8, 9], [30, 31]]

@@ -7,7 +7,7 @@ import oracles
 import pytest
 import tiny
 
-from jetspec_jax import attention, masks
+from jetspec_jax.layers import attention, masks
 
 attend = jax.jit(attention.attend)
 

@@ -80,7 +80,7 @@ def check_products(found):
 @pytest.mark.parametrize("name", ["tree_build", "products", "attention"])
 def test_a_wrong_kernel_is_the_exit_status(name, monkeypatch, capsys):
     """The kernel's result is changed; the bench still prints its line."""
-    from jetspec_jax.kernels import gpu_attention, gpu_layer, gpu_loop
+    from jetspec_jax.backends.kernels import gpu_attention, gpu_layer, gpu_loop
 
     module, function = {
         "tree_build": (gpu_loop, "grow"),

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jetspec_jax import checkpoint, load
 from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig
-from jetspec_jax.drafts import jetspec
+from jetspec_jax.drafts import block
+from jetspec_jax.files import checkpoint, load
 from jetspec_jax.models import qwen3
 
 REFERENCE = pathlib.Path(__file__).parent / "fixtures" / "reference"
@@ -244,14 +244,14 @@ class TestExport:
         assert names == {n: x.shape for n, x in tensors_of(tmp_path / "out").items()}
 
     def test_a_head_comes_back_bit_for_bit(self, tmp_path, dtype):
-        params = load.random_params(jetspec.build(HEAD, dtype)[1], seed=4)
+        params = load.random_params(block.build(HEAD, dtype)[1], seed=4)
         checkpoint.save_head(tmp_path / "head", HEAD, params, {"thinking": False})
         raw = json.loads((tmp_path / "head" / "config.json").read_text())
         assert raw["dtype"] == np.dtype(dtype).name
         again = HeadConfig.from_hf(raw)
         assert dataclasses.replace(again, dtype=None) == HEAD
         read = checkpoint.assemble(
-            checkpoint.Folder(tmp_path / "head"), checkpoint.head_fusions(again), jetspec.build(again, dtype)[1], "head"
+            checkpoint.Folder(tmp_path / "head"), checkpoint.head_fusions(again), block.build(again, dtype)[1], "head"
         )
         same(params, read)
         assert json.loads((tmp_path / "head" / "jetspec.json").read_text()) == {"thinking": False}
@@ -271,7 +271,7 @@ def test_reference_files_survive_import_and_export(tmp_path, kind):
 
 class TestSave:
     def save(self, folder, seed):
-        params = load.random_params(jetspec.build(HEAD, np.float32)[1], seed=seed)
+        params = load.random_params(block.build(HEAD, np.float32)[1], seed=seed)
         checkpoint.save_head(folder, HEAD, params, {"seed": seed})
         return {n: x.tobytes() for n, x in tensors_of(folder).items()}
 
@@ -356,7 +356,7 @@ def published(**changes) -> HeadConfig:
 
 class TestPublishedHeads:
     def count(self, config) -> int:
-        return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(jetspec.build(config, ml_dtypes.bfloat16)[1]))
+        return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(block.build(config, ml_dtypes.bfloat16)[1]))
 
     def test_parameters_of_the_8b_head(self):
         assert self.count(published()) == 1_048_626_432
@@ -401,7 +401,7 @@ class TestPublishedHeads:
             table.shapes |= dict.fromkeys((p + "mlp.gate_proj.weight", p + "mlp.up_proj.weight"), (12288, 4096))
             table.shapes[p + "mlp.down_proj.weight"] = (4096, 12288)
         config, seen = published(), []
-        shapes = jetspec.build(config, ml_dtypes.bfloat16)[1]
+        shapes = block.build(config, ml_dtypes.bfloat16)[1]
         with pytest.raises(KeyboardInterrupt):
             checkpoint.assemble(table, checkpoint.head_fusions(config), shapes, "head", seen.append)
         assert len(asked) == 1  # all shapes were right

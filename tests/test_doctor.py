@@ -8,10 +8,11 @@ import shutil
 import pytest
 import test_tokenizer
 
-from jetspec_jax import doctor, load, speculate, tokenizer
+from jetspec_jax import doctor, speculate
 from jetspec_jax.config import SamplingConfig
 from jetspec_jax.evals import probe
-from jetspec_jax.rope_scaling import RopeScaling
+from jetspec_jax.files import load, tokenizer
+from jetspec_jax.layers.rope_scaling import RopeScaling
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures" / "peer_parity"
 PAIR = FIXTURES / "dense_trained"  # a head that was trained, on the texts behind these prompts

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from jetspec_jax import baseline, speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
-from jetspec_jax.stops import StopText
-from jetspec_jax.tokenizer import Tokenizer
+from jetspec_jax.engine.stops import StopText
+from jetspec_jax.files.tokenizer import Tokenizer
 
 PIECES = [chr(97 + i).encode() for i in range(26)]
 PIECES += [b" ", b"\n", b"\n\n", b"ab", *[b"\xf0", b"\x9f", b"\x98", b"\x80"], b"EN", b"D", b""]  # the last is special

@@ -14,9 +14,9 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file, save_file
 
-from jetspec_jax import demo, load, programs, tokenizer
 from jetspec_jax.config import ConfigError
-from jetspec_jax.gguf_file import GGUF
+from jetspec_jax.files import demo, load, programs, tokenizer
+from jetspec_jax.files.gguf_file import GGUF
 
 LLAMA = pathlib.Path(__file__).parent / "fixtures" / "reference" / "llama"
 QWEN = pathlib.Path(__file__).parent / "fixtures" / "reference" / "qwen3_untied"
@@ -313,9 +313,8 @@ def test_the_demo_target():
 @pytest.mark.skipif(not real_file().is_file(), reason="the demo target is not in the cache")
 def test_the_demo_target_opens_quickly():
     """In a process of its own, for types are not checked at run time there."""
-    code = (
-        "import pathlib, sys, time; from jetspec_jax.gguf_file import GGUF; import gguf; begin = time.perf_counter(); "
-    )
+    code = "import pathlib, sys, time; from jetspec_jax.files.gguf_file import GGUF; import gguf; "
+    code += "begin = time.perf_counter(); "
     code += "GGUF(pathlib.Path(sys.argv[1])); print(time.perf_counter() - begin)"
     root = pathlib.Path(__file__).parent.parent
     out = subprocess.run([sys.executable, "-c", code, str(real_file())], cwd=root, capture_output=True, check=True)

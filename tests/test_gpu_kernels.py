@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import tiny
 
-from jetspec_jax import attention, decoder, masks, ops, rope, tree
-from jetspec_jax import cache as kv_cache
+from jetspec_jax.backends import ops
+from jetspec_jax.backends.kernels import gpu_attention, gpu_layer, gpu_loop
+from jetspec_jax.backends.ops import XLA, Ops
 from jetspec_jax.config import ConfigError
-from jetspec_jax.drafts import jetspec
-from jetspec_jax.kernels import gpu_attention, gpu_layer, gpu_loop
+from jetspec_jax.drafts import block
+from jetspec_jax.layers import attention, masks, rope
+from jetspec_jax.layers import cache as kv_cache
+from jetspec_jax.loop import decoder, tree
 from jetspec_jax.models import qwen3
-from jetspec_jax.ops import XLA, Ops
 
 HOW = pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -239,7 +241,7 @@ def wide_pair(kind: str, how: Ops):
     """A random pair whose sizes split into tiles."""
     model, shapes = qwen3.build(tiny.model_config(kind, **WIDE), jnp.float32, how)
     params = tiny.random_like(shapes, 3)
-    draft, head = jetspec.build(tiny.head_config(True, **WIDE | {"num_heads": 4}), jnp.float32, ops=how)
+    draft, head = block.build(tiny.head_config(True, **WIDE | {"num_heads": 4}), jnp.float32, ops=how)
     return model, draft, {"target": params, "draft": tiny.random_like(head, 4)}
 
 

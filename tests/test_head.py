@@ -10,7 +10,7 @@ import oracles
 import pytest
 import tiny
 
-from jetspec_jax.drafts import jetspec
+from jetspec_jax.drafts import block
 
 EMBED = jnp.asarray(np.random.default_rng(9).standard_normal((tiny.VOCAB, 16)), jnp.float32)
 FEATURES = jnp.asarray(np.random.default_rng(8).standard_normal((2, 14, 32)), jnp.float32)
@@ -125,4 +125,4 @@ def test_block_reads_the_anchor_and_every_context_row():
             moved = draft.keep(state, FEATURES[:, 9:14].at[row, i].add(1.0), jnp.array([3, 1]))
             changed = jnp.abs(propose(draft, params, moved, [13, 6])[0] - base).max((1, 2)) > 1e-6
             assert changed.tolist() == [row == 0 and i < pending, row == 1 and i < pending]
-    assert jetspec.build(loaded.config, jnp.float32, depth=3)[0].depth == 3
+    assert block.build(loaded.config, jnp.float32, depth=3)[0].depth == 3

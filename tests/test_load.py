@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jetspec_jax import checkpoint, load
 from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig, default_taps
-from jetspec_jax.drafts import jetspec
+from jetspec_jax.drafts import block as blocks
+from jetspec_jax.files import checkpoint, load
 
 REFERENCE = pathlib.Path(__file__).parent / "fixtures" / "reference"
 TARGET = REFERENCE / "qwen3_untied"
@@ -42,7 +42,7 @@ def make_head(folder: pathlib.Path, extra=(), meta=None, block=None, **changes) 
     """A random head whose tensors fit its configuration."""
     raw = HEAD | changes | {"dflash_config": BLOCK | (block or {})}
     config = HeadConfig.from_hf(raw)
-    checkpoint.save_head(folder, config, load.random_params(jetspec.build(config, np.float32)[1]), meta)
+    checkpoint.save_head(folder, config, load.random_params(blocks.build(config, np.float32)[1]), meta)
     (folder / "config.json").write_text(json.dumps(raw))
     if meta is None:
         (folder / "jetspec.json").unlink()

@@ -11,10 +11,12 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetspec_jax import baseline, decoder, ops, speculate
+from jetspec_jax import baseline, speculate
+from jetspec_jax.backends import ops
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
-from jetspec_jax.decoder import LENGTH, STOP, Decoder
-from jetspec_jax.drafts import jetspec
+from jetspec_jax.drafts import block
+from jetspec_jax.loop import decoder
+from jetspec_jax.loop.decoder import LENGTH, STOP, Decoder
 from jetspec_jax.models import qwen3
 
 CAPACITY, DEPTH, BATCH = 48, 4, 4
@@ -258,9 +260,7 @@ def test_every_attention_that_runs_f32(attention, monkeypatch):
         monkeypatch.setattr(tiny, name, function)
     wide = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}  # the least that every kernel takes
     how = ops.resolve(attention, "float32", 16)
-    head, shapes = jetspec.build(
-        tiny.head_config(True, **wide | {"num_heads": 4, "num_layers": 1}), jnp.float32, ops=how
-    )
+    head, shapes = block.build(tiny.head_config(True, **wide | {"num_heads": 4, "num_layers": 1}), jnp.float32, ops=how)
     draft_params = tiny.random_like(shapes, 4)
     asked = tiny.request([[3, 1, 4, 1, 5], [9, 2]], 12, budget=[6, 4], temperature=[0.0, 1.0], seed=5)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetspec_jax import masks
+from jetspec_jax.layers import masks
 
 
 def test_worked_example():

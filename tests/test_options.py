@@ -15,9 +15,10 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetspec_jax import batch, decoder
 from jetspec_jax.config import SamplingConfig
-from jetspec_jax.decoder import Decoder
+from jetspec_jax.engine import requests
+from jetspec_jax.loop import decoder
+from jetspec_jax.loop.decoder import Decoder
 
 CAPACITY, DEPTH, BATCH = 48, 4, 4
 STUB = tiny.hash_target()
@@ -53,8 +54,8 @@ def options(draw) -> dict:
     }
 
 
-def requests(prompts, chosen) -> decoder.Request:
-    return batch.request(prompts, chosen, [o.budget or 64 for o in chosen], 8)
+def asked_of(prompts, chosen) -> decoder.Request:
+    return requests.request(prompts, chosen, [o.budget or 64 for o in chosen], 8)
 
 
 def everything(prompts, chosen):
@@ -95,7 +96,7 @@ prompt = st.lists(token, min_size=1, max_size=8)
 @given(st.lists(prompt, min_size=3, max_size=3), st.lists(options(), min_size=3, max_size=3), st.booleans())
 def test_any_options_on_the_stub(rows, width, builder, sharpness, prompts, chosen, wrong):
     """Against plain decoding, with a drafter that knows the answer and one that never does."""
-    asked = requests(*everything(prompts, chosen))
+    asked = asked_of(*everything(prompts, chosen))
     wanted = tiny.plain(STUB, asked)
     static = Decoder(STUB.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB), rows, CAPACITY, builder, width, sharpness)
     draft = tiny.coached(wanted.tokens, [-1] * DEPTH if wrong else [[0, 0, 0, 0], [1, 0, 1, 0], [0, 1, 1, 1]])
@@ -106,7 +107,7 @@ def test_any_options_on_the_stub(rows, width, builder, sharpness, prompts, chose
 @given(st.lists(prompt, min_size=3, max_size=3), st.lists(options(), min_size=3, max_size=3))
 def test_plain_decoding_is_the_oracles(prompts, chosen):
     prompts, chosen = everything(prompts, chosen)
-    got = tiny.outputs(tiny.plain(STUB, requests(prompts, chosen)))
+    got = tiny.outputs(tiny.plain(STUB, asked_of(prompts, chosen)))
     assert got == [by_hand(STUB, p, o) for p, o in zip(prompts, chosen, strict=True)]
 
 
@@ -115,7 +116,7 @@ def test_plain_decoding_is_the_oracles(prompts, chosen):
 @given(st.lists(prompt, min_size=3, max_size=3), st.lists(options(), min_size=3, max_size=3), st.booleans())
 def test_any_options_on_real_models(kind, causal, prompts, chosen, coach):
     loaded, head = tiny.target(kind), tiny.head(causal)
-    asked = requests(*everything(prompts, chosen))
+    asked = asked_of(*everything(prompts, chosen))
     wanted = tiny.plain(loaded, asked)
     static = Decoder(loaded.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB, head.draft), 16, CAPACITY, "best_first", 8)
     draft = tiny.coached(wanted.tokens, [0, 0, 1, 0], head.params, coach)
@@ -140,7 +141,7 @@ def test_each_option_alone(alone):
     warm = {"temperature": 1.0, "seed": 3, "max_new_tokens": NEW}
     option = SamplingConfig(**{"eos": ()} | warm | alone)
     prompts = [[1, 2, 1], [3], [3, 3, 3, 3], [5, 4]]
-    asked = requests(prompts, [option] * 4)
+    asked = asked_of(prompts, [option] * 4)
     used = [name for name, x in asked.sampling._asdict().items() if x is not None]
     assert len(used) == 3  # temperature, seed and the one option
     wanted = tiny.plain(STUB, asked)
@@ -150,7 +151,7 @@ def test_each_option_alone(alone):
     equal(state, wanted)
     assert tiny.outputs(wanted) == [by_hand(STUB, p, option) for p in prompts]
     bare = SamplingConfig(**warm, eos=option.eos)
-    assert tiny.outputs(tiny.plain(STUB, requests(prompts, [bare] * 4))) != tiny.outputs(wanted)
+    assert tiny.outputs(tiny.plain(STUB, asked_of(prompts, [bare] * 4))) != tiny.outputs(wanted)
     assert state.accept_lengths.max() > 2  # the options were met inside paths
 
 
@@ -158,7 +159,7 @@ def test_log_probabilities_are_the_targets_own():
     """Exact, of every kept token, in plain and tree decoding alike: before temperature, filters and penalties."""
     chosen = [SamplingConfig(**ALL), SamplingConfig(NEW, eos=()), SamplingConfig(NEW, 1.0, 5, eos=())]
     prompts = [[1, 2, 1], [3, 4], [9]]
-    asked = requests(prompts, chosen)
+    asked = asked_of(prompts, chosen)
     plain = Decoder(STUB.model, None, 1, CAPACITY, logprobs=True)
     tree = Decoder(STUB.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB), 8, CAPACITY, width=2, logprobs=True)
     draft = tiny.coached(tiny.plain(STUB, asked).tokens, [0, 1, 0, 0])
@@ -174,9 +175,9 @@ def test_log_probabilities_are_the_targets_own():
 def test_unused_options_are_no_part_of_the_program():
     """Greedy without options and with neutral options is the very same program."""
     neutral = SamplingConfig(NEW, top_k=0, top_p=1.0, min_p=0, repetition_penalty=1, logit_bias={}, bad_words=[])
-    asked = requests([[1]], [neutral])
+    asked = asked_of([[1]], [neutral])
     assert [name for name, x in asked.sampling._asdict().items() if x is not None] == ["seed"]
-    assert requests([[1], [2]], [neutral, dataclasses.replace(neutral, top_k=5)]).sampling.top_k.tolist() == [0, 5]
+    assert asked_of([[1], [2]], [neutral, dataclasses.replace(neutral, top_k=5)]).sampling.top_k.tolist() == [0, 5]
 
 
 LAW = SamplingConfig(
@@ -206,7 +207,7 @@ def draws(static: Decoder, kind: str | None):
     out = []
     for start in range(0, laws.DRAWS, laws.BATCH):
         asked = tiny.request([[laws.PROMPT]] * laws.BATCH, 3, seed=np.arange(start, start + laws.BATCH), slots=1)
-        one = batch.sampling([[laws.PROMPT]], [LAW])
+        one = requests.sampling([[laws.PROMPT]], [LAW])
         wide = lambda x: jnp.broadcast_to(x, (laws.BATCH, *x.shape[1:]))
         every = tiny.jax.tree.map(wide, one)._replace(seed=asked.sampling.seed)
         state = tiny.decode(static, params, asked._replace(sampling=every))

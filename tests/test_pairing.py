@@ -10,8 +10,9 @@ import pytest
 import test_tokenizer
 import tiny
 
-from jetspec_jax import pairing, speculate, tokenizer
+from jetspec_jax import speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
+from jetspec_jax.files import pair, tokenizer
 
 OFF = "<think>\n\n</think>\n\n"
 HI = [{"role": "user", "content": "hi"}]
@@ -31,7 +32,7 @@ def plain_tok(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(pairing, "_SAID", set())
+    monkeypatch.setattr(pair, "_SAID", set())
 
 
 def target(tok, **changes) -> tiny.Loaded:
@@ -53,16 +54,16 @@ class TestThinking:
         ],
     )  # fmt: skip
     def test_mode(self, tok, trained, asked, mode):
-        assert pairing.thinking(target(tok), head(**trained), asked) is mode
-        assert pairing.thinking(target(tok), None, asked) is bool(asked)
+        assert pair.thinking(target(tok), head(**trained), asked) is mode
+        assert pair.thinking(target(tok), None, asked) is bool(asked)
 
     def test_a_mismatch_is_said_once(self, tok, capsys):
         for _ in range(2):
-            pairing.thinking(target(tok), head(thinking=False), True)
+            pair.thinking(target(tok), head(thinking=False), True)
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and "the head" in err and "without thinking" in err
-        pairing.thinking(target(tok), head(thinking=False), False)
-        pairing.thinking(target(tok), head(), True)
+        pair.thinking(target(tok), head(thinking=False), False)
+        pair.thinking(target(tok), head(), True)
         assert capsys.readouterr().err == ""
 
     def test_prompts_are_rendered_in_the_mode(self, tok):
@@ -74,11 +75,11 @@ class TestThinking:
 
     def test_no_switch(self, plain_tok):
         loaded = target(plain_tok)
-        assert pairing.thinking(loaded, head(thinking=False), None) is None
+        assert pair.thinking(loaded, head(thinking=False), None) is None
         assert speculate.prompt_ids(loaded, "hi") == plain_tok.encode("<|im_start|>hi<|im_end|>")
         for asked in (True, False):
             with pytest.raises(ConfigError, match=rf"thinking={asked}: the target .*no .*switch"):
-                pairing.thinking(loaded, None, asked)
+                pair.thinking(loaded, None, asked)
 
     def test_it_is_never_ignored(self, tok):
         for prompts, chat, why in (([[1, 2]], None, "ids"), (["hi"], False, "left out")):
@@ -101,21 +102,21 @@ class TestThinking:
 class TestTheHeadsOwnWords:
     def test_family(self):
         config = tiny.head_config(True)
-        assert pairing.oddities(config, {}) == pairing.oddities(config, {"family": "jetspec", "thinking": None}) == []
-        assert "block is causal" in pairing.oddities(config, {"family": "dflash"})[0]
-        assert "block is bidirectional" in pairing.oddities(tiny.head_config(False), {"family": "jetspec"})[0]
-        assert "'eagle3'" in pairing.oddities(config, {"family": "eagle3"})[0]
+        assert pair.oddities(config, {}) == pair.oddities(config, {"family": "jetspec", "thinking": None}) == []
+        assert "block is causal" in pair.oddities(config, {"family": "dflash"})[0]
+        assert "block is bidirectional" in pair.oddities(tiny.head_config(False), {"family": "jetspec"})[0]
+        assert "'eagle3'" in pair.oddities(config, {"family": "eagle3"})[0]
 
     @pytest.mark.parametrize("length", ["512", 3, True, -1])
     def test_training_length_that_is_none(self, length):
-        assert repr(length) in pairing.oddities(tiny.head_config(True), {"training_length": length})[0]
+        assert repr(length) in pair.oddities(tiny.head_config(True), {"training_length": length})[0]
 
     @pytest.mark.parametrize("value", ["off", ["on"], {}, 1])
     def test_thinking_that_is_none(self, value):
-        assert repr(value) in pairing.oddities(tiny.head_config(True), {"thinking": value})[0]
+        assert repr(value) in pair.oddities(tiny.head_config(True), {"thinking": value})[0]
 
     def test_family_that_is_no_text(self):
-        assert "['x']" in pairing.oddities(tiny.head_config(True), {"family": ["x"]})[0]
+        assert "['x']" in pair.oddities(tiny.head_config(True), {"family": ["x"]})[0]
 
     def test_a_request_beyond_the_trained_length_is_said_once(self, tok, capsys):
         loaded, short = target(tok), dataclasses.replace(head(training_length=20))
@@ -143,9 +144,9 @@ def test_odd_prompts_decode_as_plainly(tok, prompt, chat):
 def test_a_request_beyond_the_heads_positions_is_said(tok, capsys):
     config = tiny.head_config(True, max_positions=16)
     short = dataclasses.replace(tiny.head(True), config=config)
-    pairing.note_length(short, 16)
+    pair.note_length(short, 16)
     assert not capsys.readouterr().err
-    pairing.note_length(short, 17)
+    pair.note_length(short, 17)
     assert "made for 16 positions, and a request may reach 17" in capsys.readouterr().err
 
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import tiny
 
-from jetspec_jax import baseline, decoder, speculate
+from jetspec_jax import baseline, speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
-from jetspec_jax.drafts import jetspec
+from jetspec_jax.drafts import block
+from jetspec_jax.loop import decoder
+from jetspec_jax.loop.sampling import Sampling
 from jetspec_jax.models import qwen3
-from jetspec_jax.sampling import Sampling
 
 CAPACITY, SLOTS = 64, 26
 PROMPTS = [list(range(1, 27)), [7], [3, 1, 4, 1, 5, 9, 2, 6], list(range(30, 13, -1))]  # 26, 1, 8, 17 tokens
@@ -98,7 +99,7 @@ WIDE = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 64}
 def memory(slots: int, chunk: int):
     """Bytes that prefill needs beside its inputs and outputs."""
     model, params = qwen3.build(tiny.model_config("dense", vocab_size=20_000, **WIDE), jnp.float32)
-    draft, head = jetspec.build(tiny.head_config(True, vocab_size=20_000), jnp.float32)
+    draft, head = block.build(tiny.head_config(True, vocab_size=20_000), jnp.float32)
     static = decoder.Decoder(model, draft, 8, slots + 6, prefill_chunk=chunk)
     row = lambda dtype, *shape: jax.ShapeDtypeStruct((2, *shape), dtype)
     ints = row(jnp.int32)

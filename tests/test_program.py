@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import tiny
 
-from jetspec_jax import decoder, speculate
-from jetspec_jax.attention import CHUNK
+from jetspec_jax import speculate
+from jetspec_jax.backends.ops import Ops
 from jetspec_jax.config import SamplingConfig, TreeConfig
-from jetspec_jax.drafts import jetspec
+from jetspec_jax.drafts import block
+from jetspec_jax.layers.attention import CHUNK
+from jetspec_jax.loop import decoder
+from jetspec_jax.loop.sampling import Sampling
 from jetspec_jax.models import qwen3
-from jetspec_jax.ops import Ops
-from jetspec_jax.sampling import Sampling
 
 # B=2, S=8192: the cache is 100 times all else. The head's context is of another size, so that shapes tell them apart.
 BATCH, SLOTS, ROWS, DEPTH = 2, 8192, 8, 4
@@ -30,7 +31,7 @@ CUSTOM_CALLS = {"TopK", "topk", "__gpu$TopK", "__onednn$matmul", "__onednn$matmu
 def compiled_rounds(builder: str):
     """The donated program, and the sizes of what it must hold."""
     model, params = qwen3.build(tiny.model_config("dense", **WIDE), jnp.float32)
-    draft, head = jetspec.build(tiny.head_config(True, **WIDE | {"num_heads": 2, "num_kv_heads": 2}), jnp.float32)
+    draft, head = block.build(tiny.head_config(True, **WIDE | {"num_heads": 2, "num_kv_heads": 2}), jnp.float32)
     static = decoder.Decoder(model, draft, ROWS, SLOTS, builder, 4)
     weights = {"target": params, "draft": head}
     row = lambda dtype: jax.ShapeDtypeStruct((BATCH,), dtype)
@@ -85,7 +86,7 @@ def test_no_weight_matrix_is_made_wider(kind, kernels):
     wide = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 128}
     how = Ops(kernels)
     model, params = qwen3.build(tiny.model_config(kind, **wide), jnp.bfloat16, how)
-    draft, head = jetspec.build(tiny.head_config(True, **wide), jnp.bfloat16, ops=how)
+    draft, head = block.build(tiny.head_config(True, **wide), jnp.bfloat16, ops=how)
     static, weights = decoder.Decoder(model, draft, 4, 32), {"target": params, "draft": head}
     row = jax.ShapeDtypeStruct((1,), jnp.int32)
     tokens, ends = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (8, 2))

@@ -9,8 +9,8 @@ import jax
 import jaxlib.version
 import pytest
 
-from jetspec_jax import programs
 from jetspec_jax.config import ConfigError
+from jetspec_jax.files import programs
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAIR = ROOT / "tests" / "fixtures" / "peer_parity" / "dense_trained"

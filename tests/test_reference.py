@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetspec_jax import load, masks, moe
+from jetspec_jax.files import load
+from jetspec_jax.layers import masks, moe
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 FOLDERS = sorted((FIXTURES / "reference").iterdir())

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import tiny
 
-from jetspec_jax import baseline, checkpoint, rope, speculate
+from jetspec_jax import baseline, speculate
 from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig, SamplingConfig, TreeConfig
-from jetspec_jax.drafts import jetspec
+from jetspec_jax.drafts import block
+from jetspec_jax.files import checkpoint
+from jetspec_jax.layers import rope
+from jetspec_jax.layers.rope_scaling import RopeScaling
 from jetspec_jax.models import qwen3
-from jetspec_jax.rope_scaling import RopeScaling
 
 ORIGINAL = 40960  # max_position_embeddings of the reference values; theta 1e6, head_dim 32
 PARAMETERS = {
@@ -157,7 +159,7 @@ def scaled(kind: str) -> tuple[tiny.Loaded, tiny.LoadedHead]:
     params = tiny.random_like(shapes, 2)
     params["embedding"] = params["embedding"] * 4.0
     head_config = tiny.head_config(True, max_positions=64, rope_scaling=RopeScaling.from_hf(SMALL[kind], 64))
-    draft, shapes = jetspec.build(head_config, jnp.float32)
+    draft, shapes = block.build(head_config, jnp.float32)
     return (
         tiny.Loaded(model, params, config, jnp.dtype("float32")),
         tiny.LoadedHead(draft, tiny.random_like(shapes, 1), head_config),

@@ -10,9 +10,9 @@ import pytest
 import tiny
 from scipy import stats
 
-from jetspec_jax import sampling
 from jetspec_jax.config import ConfigError, SamplingConfig
-from jetspec_jax.decoder import Decoder
+from jetspec_jax.loop import sampling
+from jetspec_jax.loop.decoder import Decoder
 
 VOCAB, DEPTH, DRAWS, BATCH = 8, 2, 200_000, 50_000
 LOADED = tiny.hash_target(VOCAB, seed=3, scale=1.0)

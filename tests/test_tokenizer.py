@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jetspec_jax import tokenizer
 from jetspec_jax.config import ConfigError
+from jetspec_jax.files import tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('no ' + m.role) }}"
@@ -81,7 +81,8 @@ def pieces_of(tok, ids, sizes) -> list[str]:
 
 
 class TestEncode:
-    @given(st.text())
+    # A text that spells a special token is that token, and special tokens are no text.
+    @given(st.text().filter(lambda text: "<|" not in text))
     @example(SAMPLE)
     @example("")
     @example(" ")

@@ -13,8 +13,8 @@ import pytest
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 
-from jetspec_jax import attention
-from jetspec_jax.kernels import tpu_attention
+from jetspec_jax.backends.kernels import tpu_attention
+from jetspec_jax.layers import attention
 
 # A program that runs once is not worth optimising; half of this file's time would go there.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})

@@ -11,11 +11,11 @@ from flax import nnx
 from small import HEAD, MODEL, WIDTH, batch, example, random_examples, random_params, recipe, target
 from tiny import random_like
 
-from jetspec_jax import masks, numerics, rope
-from jetspec_jax.attention import attend
-from jetspec_jax.drafts import jetspec
+from jetspec_jax.drafts import block
+from jetspec_jax.layers import masks, numerics, rope
+from jetspec_jax.layers.attention import attend
+from jetspec_jax.layers.numerics import rms_norm
 from jetspec_jax.models import qwen3
-from jetspec_jax.numerics import rms_norm
 from jetspec_jax.training import anchors as anchor_rules
 from jetspec_jax.training import features, flops, forward, losses, packing, step, teacher
 from jetspec_jax.training.anchors import Anchors
@@ -33,7 +33,7 @@ def dense_mask(positions, document, block, causal=True):
 
 
 def head_of(config=HEAD, seed=1):
-    draft, shapes = jetspec.build(config, jnp.float32)
+    draft, shapes = block.build(config, jnp.float32)
     params = random_params(shapes, seed)
     return draft, params, nnx.merge(draft.graphdef, nnx.State(params))
 
@@ -353,7 +353,7 @@ def test_fused_attention_trains_as_xlas_does(kernel, dtype, monkeypatch):
     wide = {"hidden_size": 64, "head_dim": 64, "num_heads": 4, "num_kv_heads": 2}
     model, shapes = qwen3.build(dataclasses.replace(MODEL, **wide), jnp.dtype(dtype))
     r = recipe(target=model, head=dataclasses.replace(HEAD, **wide), dtype=dtype, loss_chunk=64)
-    params, state = random_like(shapes, 0), random_like(jetspec.build(r.head, jnp.float32)[1], 1)
+    params, state = random_like(shapes, 0), random_like(block.build(r.head, jnp.float32)[1], 1)
     draw = np.random.default_rng(0)
     known = [example(str(n), draw.integers(4, 48, n), 5) for n in (90, 70, 40)]
     packed = packing.pack(known, 128)
@@ -438,7 +438,7 @@ def test_folding_the_scale_keeps_the_numbers():
     params = start(recipe()).params
     scale = jnp.geomspace(0.5, 400, 32)
     taps = jax.random.normal(jax.random.key(5), (1, 6, 32)) * scale
-    graphdef = jetspec.build(HEAD, jnp.float32)[0].graphdef
+    graphdef = block.build(HEAD, jnp.float32)[0].graphdef
     context = lambda p, x: nnx.merge(graphdef, nnx.State(p)).context(x)
     folded = step.fold(params, scale, jnp.float32)
     np.testing.assert_allclose(context(folded, taps), context(params, taps / scale), atol=1e-5)

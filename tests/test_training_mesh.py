@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from small import MODEL, target
 
-from jetspec_jax import sharding
+from jetspec_jax.models import sharding
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPT = """
@@ -19,7 +19,7 @@ import pathlib, sys
 sys.path.insert(0, "tests")
 import jax, jax.numpy as jnp, numpy as np, dataclasses
 from small import HEAD, WIDTH, random_examples, recipe, target
-from jetspec_jax import sharding
+from jetspec_jax.models import sharding
 from jetspec_jax.training import features, loop, packing, step
 from jetspec_jax.training.batches import Batches
 from jetspec_jax.training import journal

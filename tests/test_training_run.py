@@ -19,9 +19,12 @@ import pytest
 import small
 from small import HEAD, MODEL, WIDTH, random_examples, recipe, target
 
-from jetspec_jax import load, masks, pairing, sharding, speculate
+from jetspec_jax import speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
-from jetspec_jax.drafts import jetspec
+from jetspec_jax.drafts import block
+from jetspec_jax.files import load, pair
+from jetspec_jax.layers import masks
+from jetspec_jax.models import sharding
 from jetspec_jax.training import answers as answer_store
 from jetspec_jax.training import (
     evaluation,
@@ -89,7 +92,7 @@ def test_answers_are_the_targets_and_come_exactly_once(answered, tmp_path):
 
 @pytest.mark.slow
 def test_a_head_changes_no_answer(answered, tmp_path):
-    draft, shapes = jetspec.build(HEAD, jnp.float32)
+    draft, shapes = block.build(HEAD, jnp.float32)
     head = load.LoadedHead(draft, small.random_params(shapes, 3), HEAD, "h", {}, 0.0, target().fingerprint)
     assert regenerate.regenerate(target(), answered[1], tmp_path, **ARGS, head=head, budget=4)
     for a, b in zip(answer_store.read(tmp_path), answer_store.read(answered[0]), strict=True):
@@ -347,7 +350,7 @@ def test_overfit_drafts_close_to_the_block_limit(known, tmp_path, capsys):
     depth = HEAD.depth
     assert last["heldout"]["acceptance"]["8"] > 0.75 * (depth + 1) and min(last["heldout"]["agreement"]) > 0.95
 
-    draft, _ = jetspec.build(HEAD, jnp.float32)
+    draft, _ = block.build(HEAD, jnp.float32)
     head = load.LoadedHead(draft, step.fold(outcome.best, scale, "float32"), HEAD, "h", {}, 0.0, target().fingerprint)
     prompts = [[int(t) for t in e.tokens[~e.learnt]] for e in four]
     limits = [SamplingConfig(int(e.learnt.sum()), eos=()) for e in four]
@@ -643,7 +646,7 @@ def stages(monkeypatch):
 
     monkeypatch.setattr(pipeline, "run", run)
     monkeypatch.setattr(load, "load_head", lambda folder, target: None)
-    monkeypatch.setattr(pairing, "thinking", lambda target, head, given: given)
+    monkeypatch.setattr(pair, "thinking", lambda target, head, given: given)
     return ran
 
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetspec_jax import masks, tree
+from jetspec_jax.layers import masks
+from jetspec_jax.loop import tree
 
 # D, W, T, V: a chain, one depth, a full tree smaller than T, a width over the vocabulary, the usual case.
 SHAPES = [(4, 1, 9, 6), (1, 3, 3, 8), (2, 2, 16, 5), (3, 9, 13, 4), (4, 3, 12, 9), (3, 4, 24, 7)]

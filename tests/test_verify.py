@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetspec_jax import masks, tree, verify
+from jetspec_jax.layers import masks
+from jetspec_jax.loop import tree, verify
 
 DEPTH, ROWS = 4, 10
 R, A, B, C, D, E, F, Z = 77, 1, 2, 3, 4, 5, 6, 9

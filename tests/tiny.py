@@ -15,13 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax import cache as kv_cache
-from jetspec_jax import decoder, masks
+from jetspec_jax.backends.ops import XLA, Ops
 from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
-from jetspec_jax.drafts import jetspec
-from jetspec_jax.models import Output, qwen3
-from jetspec_jax.ops import XLA, Ops
-from jetspec_jax.sampling import Sampling
+from jetspec_jax.drafts import block as blocks
+from jetspec_jax.layers import cache as kv_cache
+from jetspec_jax.layers import masks
+from jetspec_jax.loop import decoder
+from jetspec_jax.loop.contracts import Output
+from jetspec_jax.loop.sampling import Sampling
+from jetspec_jax.models import qwen3
 
 VOCAB = 37
 MANY = np.int32(10_000)  # rounds
@@ -106,7 +108,7 @@ def target(kind: str, seed: int = 2) -> Loaded:
 def head(causal: bool, seed: int = 1, block: int = 5) -> LoadedHead:
     """A random head for the tiny targets."""
     config = head_config(causal, block)
-    draft, shapes = jetspec.build(config, jnp.float32)
+    draft, shapes = blocks.build(config, jnp.float32)
     return LoadedHead(draft, random_like(shapes, seed), config)
 
 

@@ -20,9 +20,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jetspec_jax import baseline, demo, load, pairing, speculate
+from jetspec_jax import baseline, speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import prompts as prompt_sets
+from jetspec_jax.files import demo, load, pair
 
 
 def measure(target, head, prompts: list[list[int]], tree: TreeConfig, sampling: SamplingConfig, batch: int) -> dict:
@@ -132,7 +133,7 @@ def main() -> int:
     try:
         target = load.load_target(args.target or demo.fetch_target(), args.dtype)
         head = load.load_head(args.head or demo.head_folder(), target)
-        thinking = pairing.thinking(target, head, args.thinking)
+        thinking = pair.thinking(target, head, args.thinking)
         table = []
         for path in args.prompts:
             prompts = read(target, path, args.limit, args.max_prompt_tokens, thinking)

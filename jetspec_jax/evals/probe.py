@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax import masks
 from jetspec_jax.config import HeadConfig, default_taps
-from jetspec_jax.drafts import jetspec
+from jetspec_jax.drafts import block
+from jetspec_jax.layers import masks
 
 ANCHORS = 40  # of each text
 ROWS = 4  # texts; every anchor keeps features of its own
@@ -77,7 +77,7 @@ def runs(target, head, found: Texts, config: HeadConfig) -> tuple[np.ndarray, np
         tap_layers=tuple(range(len(config.tap_layers))),
         mask_token_id=0,
     )
-    draft = jetspec.build(own, head.params["fc"].dtype)[0]
+    draft = block.build(own, head.params["fc"].dtype)[0]
     slots = found.tokens.shape[1]
     wide = found.layers.shape[-1] // config.num_target_layers
     features = jnp.concatenate([found.layers[..., i * wide : (i + 1) * wide] for i in config.tap_layers], -1)

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jetspec_jax import cache as kv_cache
-from jetspec_jax import moe, rope
-from jetspec_jax.cache import KV, Cache
+from jetspec_jax.backends.ops import XLA, Ops
 from jetspec_jax.config import HeadConfig, ModelConfig
-from jetspec_jax.models import Output
-from jetspec_jax.numerics import einsum, rms_norm
-from jetspec_jax.ops import XLA, Ops
+from jetspec_jax.layers import cache as kv_cache
+from jetspec_jax.layers import moe, rope
+from jetspec_jax.layers.cache import KV, Cache
+from jetspec_jax.layers.numerics import einsum, rms_norm
+from jetspec_jax.loop.contracts import Output
 
 
 class Layer(nnx.Module):

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jetspec_jax import masks
-from jetspec_jax import tree as trees
-from jetspec_jax.numerics import einsum
+from jetspec_jax.layers import masks
+from jetspec_jax.layers.numerics import einsum
+from jetspec_jax.loop import tree as trees
 from jetspec_jax.training import anchors as anchor_rules
 from jetspec_jax.training import step, teacher
 from jetspec_jax.training.anchors import Anchors

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jetspec_jax.config import ConfigError
-from jetspec_jax.tokenizer import Tokenizer
+from jetspec_jax.files.tokenizer import Tokenizer
 from jetspec_jax.training.rows import Row
 
 Messages = list[dict[str, str]]

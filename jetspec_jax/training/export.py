@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jetspec_jax import __version__, checkpoint
+from jetspec_jax import __version__
+from jetspec_jax.files import checkpoint
 from jetspec_jax.training import journal, step
 from jetspec_jax.training.code_prompts import LICENCES
 from jetspec_jax.training.settings import Settings

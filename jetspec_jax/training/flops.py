@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jetspec_jax.config import HeadConfig, ModelConfig
-from jetspec_jax.numerics import precision
+from jetspec_jax.layers.numerics import precision
 from jetspec_jax.training.step import Recipe
 
 

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jetspec_jax import masks, rope
-from jetspec_jax.attention import MASKED
-from jetspec_jax.cache import KV
-from jetspec_jax.drafts.jetspec import Head
-from jetspec_jax.numerics import einsum, rms_norm
+from jetspec_jax.drafts.block import Head
+from jetspec_jax.layers import masks, rope
+from jetspec_jax.layers.attention import MASKED
+from jetspec_jax.layers.cache import KV
+from jetspec_jax.layers.numerics import einsum, rms_norm
 from jetspec_jax.training import anchors as anchor_rules
 from jetspec_jax.training import teacher
 from jetspec_jax.training.anchors import Anchors

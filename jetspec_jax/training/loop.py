@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jetspec_jax import sharding
+from jetspec_jax.models import sharding
 from jetspec_jax.training import evaluation, features, flops, step
 from jetspec_jax.training.batches import Batch, Batches
 from jetspec_jax.training.checkpoints import Checkpoints

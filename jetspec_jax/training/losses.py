@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jetspec_jax.numerics import einsum
+from jetspec_jax.layers.numerics import einsum
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,9 +30,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax import demo, load, pairing, sharding
 from jetspec_jax.config import ConfigError, HeadConfig, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance, prompts
+from jetspec_jax.files import demo, load, pair
+from jetspec_jax.models import sharding
 from jetspec_jax.models.qwen3 import Qwen3Target
 from jetspec_jax.training import answers as answer_store
 from jetspec_jax.training import (
@@ -91,7 +92,7 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
     mesh = _mesh(config)
     target = _target(config, mesh)
     # Said once, so that answers, rows and the exported head agree with how decoding will render prompts.
-    mode = pairing.thinking(target, None, config.thinking_switch)
+    mode = pair.thinking(target, None, config.thinking_switch)
     config = dataclasses.replace(config, thinking={None: "default", True: "on", False: "off"}[mode])
     head = config.head_config(target.config, target.eos)
     start = _start(config, target, head)
@@ -426,7 +427,7 @@ def _decoded(config: Settings, target, mode: bool | None) -> list[list[int]]:
 def _decode(config: Settings, workdir: Path, target, log: Log) -> None:
     """Decodes prompts for real with the exported head; the figures lie beside it."""
     head = load.load_head(workdir / "head", target)
-    ids = _decoded(config, target, pairing.thinking(target, head, None))
+    ids = _decoded(config, target, pair.thinking(target, head, None))
     tree = TreeConfig(config.decode_budget)
     found = acceptance.measure(target, head, ids, tree, SamplingConfig(config.max_new_tokens), min(32, len(ids)))
     del found["token_ids"]

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.arguments import Parser
+from jetspec_jax.command import Parser
 from jetspec_jax.config import ConfigError
 from jetspec_jax.evals import prompts
 from jetspec_jax.training import chat_topics, code_prompts, files

@@ -25,11 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax import demo, load, pairing, speculate
-from jetspec_jax.arguments import Parser
+from jetspec_jax import speculate
+from jetspec_jax.command import Parser
 from jetspec_jax.config import ConfigError
-from jetspec_jax.decoder import NONFINITE, STOP
-from jetspec_jax.sampling import Sampling
+from jetspec_jax.files import demo, load, pair
+from jetspec_jax.loop.decoder import NONFINITE, STOP
+from jetspec_jax.loop.sampling import Sampling
 from jetspec_jax.training import answers as store
 from jetspec_jax.training import examples, files, rows
 from jetspec_jax.training.answers import Answers
@@ -303,7 +304,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"--temperature={options.temperature}: give a number > 0 and <= 10")
         target = load.load_target(options.target or demo.fetch_target(), options.dtype)
         head = load.load_head(options.head, target) if options.head else None
-        thinking = pairing.thinking(target, head, {"default": None, "on": True, "off": False}[options.thinking])
+        thinking = pair.thinking(target, head, {"default": None, "on": True, "off": False}[options.thinking])
         prompts = ask(target, rows.read(options.prompts), options.max_prompt_tokens, thinking, options.limit)
         regenerate(
             target,

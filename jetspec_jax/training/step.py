@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from jetspec_jax.config import HeadConfig
-from jetspec_jax.drafts import jetspec
+from jetspec_jax.drafts import block as block_draft
 from jetspec_jax.models.qwen3 import Qwen3Target
 from jetspec_jax.training import anchors as anchor_rules
 from jetspec_jax.training import forward, losses, teacher
@@ -97,7 +97,7 @@ def init(recipe: Recipe, norm: Float[Array, " E"], params: dict | None = None) -
     """
     key = jax.random.key(recipe.seed)
     if params is None:
-        _, shapes = jetspec.build(recipe.head, jnp.float32)
+        _, shapes = block_draft.build(recipe.head, jnp.float32)
         leaves, structure = jax.tree.flatten(shapes)
         drawn = [
             0.02 * jax.random.normal(k, leaf.shape) if len(leaf.shape) > 1 else jnp.ones(leaf.shape)
@@ -231,7 +231,7 @@ def blocks(recipe: Recipe, target_params, part: Batch, anchors: Anchors) -> Floa
 
 def drafted(recipe: Recipe, folded: dict, block, part: Batch, features: Features, anchors: Anchors):
     """Hidden states [B, A, D, E] of the drafted slots, with the parameters of the finished head."""
-    graphdef = jetspec.build(recipe.head, recipe.dtype)[0].graphdef
+    graphdef = block_draft.build(recipe.head, recipe.dtype)[0].graphdef
     head = nnx.merge(graphdef, nnx.State(folded))
     where = part.document, part.position
     return forward.hidden(head, block, anchors, features.taps, *where, recipe.attention, recipe.remat)[:, :, 1:]

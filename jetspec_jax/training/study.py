@@ -29,10 +29,10 @@ from typing import Any
 
 import jax
 
-from jetspec_jax import demo, load, pairing
-from jetspec_jax.arguments import Parser
+from jetspec_jax.command import Parser
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
+from jetspec_jax.files import demo, load, pair
 from jetspec_jax.training import answers as answer_store
 from jetspec_jax.training import examples, files, loop, options, pipeline, regenerate, rows, settings
 from jetspec_jax.training.settings import Settings
@@ -169,7 +169,7 @@ def _select(target, config: Settings, out: Path) -> None:
         raise ConfigError(
             f"--data={config.data}: no row has an answer; make it with `python -m jetspec_jax.training.pool --answers`"
         )
-    thinking = pairing.thinking(target, None, config.thinking_switch)
+    thinking = pair.thinking(target, None, config.thinking_switch)
     asked = set(regenerate.ask(target, given.values(), config.max_prompt_tokens, thinking).identities)
     known, _ = examples.build(given.values(), target.tokenizer, target.eos, 2**31, thinking, config.text_loss)
     fits = lambda e: e.learnt.sum() <= config.max_new_tokens and e.tokens.size <= config.sequence_length
@@ -203,7 +203,7 @@ def _measure(
         return False
     target = load.load_target(config.target or demo.fetch_target(), config.dtype or None)
     head = load.load_head(folder / "head", target)
-    mode = pairing.thinking(target, head, None)
+    mode = pair.thinking(target, head, None)
     sampling = SamplingConfig(config.max_new_tokens)
     for path, budget in missing:
         if not on_time():

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jetspec_jax import rope
-from jetspec_jax.attention import attend
+from jetspec_jax.layers import rope
+from jetspec_jax.layers.attention import attend
+from jetspec_jax.layers.numerics import rms_norm
 from jetspec_jax.models.qwen3 import Qwen3Target
-from jetspec_jax.numerics import rms_norm
 
 
 class Features(NamedTuple):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jetspec_jax.rope_scaling import RopeScaling
+from jetspec_jax.layers.rope_scaling import RopeScaling
 
 Rope = tuple[jax.Array, jax.Array]  # cosines and sines, [B, T, H/2] f32
 

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jetspec_jax import cache as kv_cache
-from jetspec_jax import masks, rope
-from jetspec_jax.cache import Cache
+from jetspec_jax.backends.ops import XLA, Ops
 from jetspec_jax.config import ConfigError, HeadConfig
+from jetspec_jax.layers import cache as kv_cache
+from jetspec_jax.layers import masks, rope
+from jetspec_jax.layers.cache import Cache
+from jetspec_jax.layers.numerics import einsum, rms_norm
 from jetspec_jax.models.qwen3 import Layer
-from jetspec_jax.numerics import einsum, rms_norm
-from jetspec_jax.ops import XLA, Ops
 
 
 class Head(nnx.Module):

@@ -16,9 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from jetspec_jax.kernels.gpu_attention import power
-from jetspec_jax.numerics import precision
-from jetspec_jax.rope import Rope
+from jetspec_jax.backends.kernels.gpu_attention import power
+from jetspec_jax.layers.numerics import precision
+from jetspec_jax.layers.rope import Rope
 
 PARTS = (1, 2, 3, 4, 6, 8)  # that a sum may be cut into
 PROCESSORS = 132  # multiprocessors of an H200

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jetspec_jax.tree import Tree
+from jetspec_jax.loop.tree import Tree
 
 
 class Accepted(NamedTuple):

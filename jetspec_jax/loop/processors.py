@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jetspec_jax.sampling import Sampling
+from jetspec_jax.loop.sampling import Sampling
 
 
 class Past(NamedTuple):

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jetspec_jax.cache import KV
-from jetspec_jax.numerics import einsum
+from jetspec_jax.layers.cache import KV
+from jetspec_jax.layers.numerics import einsum
 
 CHUNK = 1024  # prefix slots read at a time, so that the work follows the committed length and not the buffer
 MASKED = -1e30  # finite, so that a row without visible keys gives zero weight and not NaN

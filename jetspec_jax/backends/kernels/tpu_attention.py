@@ -31,8 +31,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from jetspec_jax.cache import KV
-from jetspec_jax.numerics import precision
+from jetspec_jax.layers.cache import KV
+from jetspec_jax.layers.numerics import precision
 
 MASKED = -1e30  # finite, as in `attention`
 LANES = 128

@@ -16,18 +16,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from jetspec_jax import cache as kv_cache
-from jetspec_jax import masks, processors, sampling
-from jetspec_jax import tree as trees
-from jetspec_jax.drafts import Draft
-from jetspec_jax.models import Target
-from jetspec_jax.ops import Ops
+from jetspec_jax.layers import cache as kv_cache
+from jetspec_jax.layers import masks
+from jetspec_jax.loop import processors, sampling
+from jetspec_jax.loop import tree as trees
+from jetspec_jax.loop.contracts import Backend, Draft, Target
+from jetspec_jax.loop.sampling import Sampling
+from jetspec_jax.loop.tree import Tree
+from jetspec_jax.loop.verify import Accepted, accept, settle
 from jetspec_jax.options import SHARPNESS
-from jetspec_jax.sampling import Sampling
-from jetspec_jax.tree import Tree
-from jetspec_jax.verify import Accepted, accept, settle
 
 # `State.reason`: an end token, the limit, broken logits; TEXT, a stop string, is set by the host between rounds.
 RUNNING, STOP, LENGTH, NONFINITE, TEXT = range(5)
@@ -62,7 +61,7 @@ class Decoder:
             raise ValueError(f"rows={self.rows}: without a draft there is one row")
 
     @property
-    def ops(self) -> Ops:
+    def ops(self) -> Backend:
         """How the loop's own parts are computed: as the target is."""
         return self.target.ops
 

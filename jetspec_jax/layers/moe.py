@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jetspec_jax.numerics import einsum, precision
+from jetspec_jax.layers.numerics import einsum, precision
 
 
 def feed_forward(

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jetspec_jax.config import MIN_TEMPERATURE
-from jetspec_jax.decoder import Request
+from jetspec_jax.loop.decoder import Request
+from jetspec_jax.loop.sampling import Bias, Penalties, Sampling
 from jetspec_jax.options import ConfigError, SamplingConfig
-from jetspec_jax.sampling import Bias, Penalties, Sampling
 
 MAX_ENDS = 8  # end tokens of a row, unless it gives more
 

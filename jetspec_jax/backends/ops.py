@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jetspec_jax import attention, rope, tree
-from jetspec_jax.cache import KV, Cache, take, write
+from jetspec_jax.backends.kernels import gpu_attention, gpu_layer, gpu_loop, tpu_attention
 from jetspec_jax.config import ConfigError
-from jetspec_jax.kernels import gpu_attention, gpu_layer, gpu_loop, tpu_attention
-from jetspec_jax.numerics import einsum, rms_norm
+from jetspec_jax.layers import attention, rope
+from jetspec_jax.layers.cache import KV, Cache, take, write
+from jetspec_jax.layers.numerics import einsum, rms_norm
+from jetspec_jax.loop import tree
 
 ATTENTIONS = ("auto", "xla", "cudnn", "pallas")
 NARROW, FEW = 64, 128  # rows up to which our swiglu, and our other products, beat XLA's choice

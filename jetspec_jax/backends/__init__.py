@@ -1,0 +1,1 @@
+"""How the operations of a layer are computed, a class a device."""

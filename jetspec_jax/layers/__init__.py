@@ -1,0 +1,1 @@
+"""The parts that a layer is made of; jax alone."""
