@@ -26,10 +26,11 @@ import jax.numpy as jnp
 import shapes
 import timing
 
-from jetspec_jax import speculate
 from jetspec_jax.backends import ops
+from jetspec_jax.engine.programs import program
 from jetspec_jax.layers import masks
 from jetspec_jax.loop import decoder, tree
+from jetspec_jax.loop.plain import PLAIN
 from jetspec_jax.training import flops
 
 
@@ -54,7 +55,8 @@ def main() -> None:
     pair = shapes.random_pair(args.shape, args.dtype, args.attention)
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}"
     print(
-        f"{args.shape}, random weights, batch {args.batch}, attention {pair.target.ops.attention}; {device}", flush=True
+        f"{args.shape}, random weights, batch {args.batch}, attention {pair.target.backend.attention}; {device}",
+        flush=True,
     )
     reads, products = limits["bytes_per_second"] / 1e12, limits["flops_per_second"] / 1e12
     weights = size(pair.params) / 2**30
@@ -76,15 +78,15 @@ def main() -> None:
 def measure(args: argparse.Namespace, pair: shapes.Pair, budget: int, limits: dict) -> dict:
     """Plain step (budget 1) or round."""
     if budget == 1:
-        static, params = decoder.Decoder(pair.target, None, 1, args.slots), pair.plain
+        static, params = decoder.Decoder(pair.target, PLAIN, args.slots), pair.plain
     else:
         draft = dataclasses.replace(pair.draft, depth=min(pair.draft.depth, budget - 1))
         static, params = decoder.Decoder(pair.target, draft, budget, args.slots), pair.params
     held = [shapes.state_at(static, params, args.length, args.batch, budget)]
-    program, seconds = speculate.compiled(decoder.rounds, static, params, held[0], jnp.int32(1))
+    compiled, seconds = program(decoder.rounds, static, params, held[0], jnp.int32(1), donate=(1,))
 
     def run(n: int):
-        held[0] = program(params, shapes.at_length(held[0], args.length), jnp.int32(n))
+        held[0] = compiled(params, shapes.at_length(held[0], args.length), jnp.int32(n))
         return held[0].length
 
     step = timing.per_step(run, args.steps // 4, args.steps, args.repeats)
@@ -92,7 +94,7 @@ def measure(args: argparse.Namespace, pair: shapes.Pair, budget: int, limits: di
     work = weight_bytes(pair, args.batch * budget, budget > 1) + kv
     products = product_flop(pair, static, args.batch, args.length)
     read, product = work / limits["bytes_per_second"], products / limits["flops_per_second"]
-    temp = program.memory_analysis().temp_size_in_bytes / 2**20
+    temp = compiled.memory_analysis().temp_size_in_bytes / 2**20
     row = {
         "length": args.length, "slots": args.slots, "budget": budget, "ms": 1e3 * step,
         "read_floor_ms": 1e3 * read, "read_ratio": step / read,

@@ -16,7 +16,8 @@ from jetspec_jax.drafts.block import HeadState
 from jetspec_jax.files import demo
 from jetspec_jax.files.checkpoint import numpy_dtype
 from jetspec_jax.loop import decoder
-from jetspec_jax.loop.sampling import Sampling
+from jetspec_jax.loop.processors import Sampling
+from jetspec_jax.loop.state import RUNNING, Request, State
 from jetspec_jax.models import qwen3
 
 QWEN = {"norm_eps": 1e-6, "rope_theta": 1e6, "max_positions": 40960, "vocab_size": 151936, "head_dim": 128}
@@ -77,7 +78,7 @@ def random_pair(name: str, dtype: str = "bfloat16", attention: str = "auto") -> 
     config, head = PAIRS[name]
     how = ops.resolve(attention, dtype, config.head_dim)
     target, shapes = qwen3.build(config, numpy_dtype(dtype), how)
-    draft, head_shapes = block.build(head, numpy_dtype(dtype), ops=how)
+    draft, head_shapes = block.build(head, numpy_dtype(dtype), backend=how)
     return Pair(target, draft, drawn({"target": shapes, "draft": head_shapes}))
 
 
@@ -95,11 +96,11 @@ def _draw(key, shape, dtype):
     return (1 + 0.1 * values).astype(dtype) if len(shape) == 1 else 0.02 * values
 
 
-def state_at(static: decoder.Decoder, params: dict, length: int, batch: int, budget: int) -> decoder.State:
+def state_at(static: decoder.Decoder, params: dict, length: int, batch: int, budget: int) -> State:
     """A state that has committed `length` tokens. Caches hold random numbers, so that drafts and choices vary; the
     committed tokens are ones and zeros, since a round reads none of them but the last."""
     row = lambda value, dtype=jnp.int32: jnp.full((batch,), value, dtype)
-    asked = decoder.Request(
+    asked = Request(
         tokens=jnp.ones((batch, 16), jnp.int32), prompt_length=row(16), limit=row(static.capacity), budget=row(budget),
         sampling=Sampling(None, row(0, jnp.uint32)), eos=jnp.full((batch, 8), -1, jnp.int32),
     )  # fmt: skip
@@ -111,13 +112,13 @@ def state_at(static: decoder.Decoder, params: dict, length: int, batch: int, bud
     return at_length(state, length)
 
 
-def at_length(state: decoder.State, length: int) -> decoder.State:
+def at_length(state: State, length: int) -> State:
     """The same state, all rows running at `length` committed tokens, no rounds on record."""
     full = lambda x, value: jnp.full_like(x, value)
     draft = state.draft
     if isinstance(draft, HeadState):
         draft = draft._replace(length=full(draft.length, length - 2), count=full(draft.count, 1))
     return state._replace(
-        length=full(state.length, length), reason=full(state.reason, decoder.RUNNING), rounds=full(state.rounds, 0),
+        length=full(state.length, length), reason=full(state.reason, RUNNING), rounds=full(state.rounds, 0),
         draft=draft,
     )  # fmt: skip

@@ -16,7 +16,8 @@ from jetspec_jax.config import ConfigError
 from jetspec_jax.drafts import block
 from jetspec_jax.layers import attention, masks, rope
 from jetspec_jax.layers import cache as kv_cache
-from jetspec_jax.loop import decoder, tree
+from jetspec_jax.loop import tree
+from jetspec_jax.loop.plain import PLAIN
 from jetspec_jax.models import qwen3
 
 HOW = pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
@@ -212,7 +213,7 @@ def test_grow_with_equal_scores(interpret):
 def check_grow(logp, token, rows, interpret):
     logp, token = jnp.asarray(logp, jnp.float32), jnp.asarray(token, jnp.int32)
     got = gpu_loop.grow(logp, token, rows, interpret)
-    wanted = tree.grow("best_first", logp, token, rows)
+    wanted = tree.grow("best_first", tree.Candidates(token, logp[:, :, None]), rows)
     size = np.asarray(wanted[3])
     assert (np.asarray(got[3]) == size).all()
     for g, w in zip(got[:3], wanted[:3], strict=True):
@@ -241,7 +242,7 @@ def wide_pair(kind: str, how: Ops):
     """A random pair whose sizes split into tiles."""
     model, shapes = qwen3.build(tiny.model_config(kind, **WIDE), jnp.float32, how)
     params = tiny.random_like(shapes, 3)
-    draft, head = block.build(tiny.head_config(True, **WIDE | {"num_heads": 4}), jnp.float32, ops=how)
+    draft, head = block.build(tiny.head_config(True, **WIDE | {"num_heads": 4}), jnp.float32, backend=how)
     return model, draft, {"target": params, "draft": tiny.random_like(head, 4)}
 
 
@@ -255,9 +256,8 @@ def test_lossless_in_f32(kind):
     wanted = None
     for how, rows in ((XLA, 1), (PALLAS, 1), (PALLAS, 8)):
         model, draft, params = wide_pair(kind, how)
-        draft = draft if rows > 1 else None
-        static = decoder.Decoder(model, draft, rows, 48)
-        got = tiny.outputs(tiny.decode(static, params if draft else params | {"draft": None}, asked))
+        static = tiny.loop(model, draft if rows > 1 else PLAIN, rows, 48)
+        got = tiny.outputs(tiny.decode(static, params, asked))
         wanted = wanted or got
         assert got == wanted, (how, rows)
 

@@ -88,10 +88,10 @@ class TestThinking:
 
     @pytest.mark.parametrize("asked, mode", [(None, True), (False, False)])
     def test_settings_record_it(self, tok, asked, mode):
-        flight = speculate.start(
+        engine = speculate.start(
             target(tok), head(thinking=True), ["hi"], TreeConfig(1), SamplingConfig(0), thinking=asked
         )
-        result = flight.results()[0]
+        result = engine.results()[0]
         assert result.settings["thinking"] is mode
         assert result.prompt_tokens == len(tok.encode_chat(HI, mode))
         assert (

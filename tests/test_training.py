@@ -15,6 +15,7 @@ from jetspec_jax.drafts import block
 from jetspec_jax.layers import masks, numerics, rope
 from jetspec_jax.layers.attention import attend
 from jetspec_jax.layers.numerics import rms_norm
+from jetspec_jax.loop.contracts import Ends, Seen
 from jetspec_jax.models import qwen3
 from jetspec_jax.training import anchors as anchor_rules
 from jetspec_jax.training import features, flops, forward, losses, packing, step, teacher
@@ -84,7 +85,8 @@ def test_forward_equals_dense_attention_and_inference(causal):
 
     @jax.jit
     def decoding(slots, anchor):
-        state = draft.prefill(params, draft.init(params, 1, 32), taps[:1], anchor)
+        seen = Seen(taps[:1], jnp.zeros(1, jnp.int32), anchor, None, path=False)
+        state = draft.extend(params, draft.init(params, 1, 32), seen, Ends(None, None))
         return head(slots, anchor, head.context(state.pending), state.count, state.context, state.length)[0]
 
     for i, a in enumerate(positions):

@@ -118,12 +118,12 @@ class Ops:
         return write(cache, take(fresh, path), start)
 
     def grow(
-        self, builder: str, logp: Float[Array, "B D W"], token: Int[Array, "B D W"], rows: int
+        self, builder: str, candidates: tree.Candidates, nodes: int
     ) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"], Int[Array, " B"]]:
         """As `tree.grow`."""
         if self.kernels and builder == "best_first":
-            return gpu_loop.grow(logp, token, rows, _interpreted())
-        return tree.grow(builder, logp, token, rows)
+            return gpu_loop.grow(candidates.logp[:, :, 0], candidates.token, nodes, _interpreted())
+        return tree.grow(builder, candidates, nodes)
 
 
 XLA = Ops()

@@ -21,6 +21,9 @@ from jetspec_jax.layers import cache as kv_cache
 from jetspec_jax.layers import masks, rope
 from jetspec_jax.layers.cache import Cache
 from jetspec_jax.layers.numerics import einsum, rms_norm
+from jetspec_jax.loop.choice import Choice
+from jetspec_jax.loop.contracts import Ends, Seen
+from jetspec_jax.loop.tree import Rule, Tree
 from jetspec_jax.models.qwen3 import Layer
 
 
@@ -88,7 +91,7 @@ class HeadState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockDraft:
-    """The head as pure functions; implements `drafts.Draft`.
+    """The head as pure functions; implements `contracts.Draft`.
 
     depth may be smaller than the block allows. A causal head then runs fewer slots: the first are exact without the
     rest. A bidirectional one runs the whole block.
@@ -96,12 +99,17 @@ class BlockDraft:
 
     config: HeadConfig
     depth: int
+    rule: Rule
     graphdef: nnx.GraphDef = dataclasses.field(compare=False, repr=False)
-    ops: Ops = XLA
+    backend: Ops = XLA
 
     def __post_init__(self):
         if not 1 <= self.depth <= self.config.depth:
             raise ConfigError(f"depth={self.depth}: this head drafts 1..{self.config.depth} positions a round")
+
+    @property
+    def nodes(self) -> int:
+        return self.rule.nodes
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -119,30 +127,53 @@ class BlockDraft:
         pending = jnp.zeros((batch, self.depth + 1, len(c.tap_layers) * c.hidden_size), dtype)
         return HeadState(context, zeros, pending, zeros)
 
-    def prefill(self, params, state: HeadState, features, length, start=None) -> HeadState:
+    def extend(self, params, state: HeadState, seen: Seen, ends: Ends) -> HeadState:
+        """Projects the features of a prompt at once; those of a path wait, and share the products of the next block."""
+        if seen.path:
+            return state._replace(pending=seen.features.astype(state.pending.dtype), count=seen.count)
         head = self._module(params)
-        start = jnp.zeros_like(length) if start is None else start
-        positions = start[:, None] + jnp.arange(features.shape[1])
-        fresh = head.context_kv(head.context(features), positions)
-        return state._replace(context=kv_cache.write(state.context, fresh, start), length=length)
+        positions = seen.start[:, None] + jnp.arange(seen.features.shape[1])
+        fresh = head.context_kv(head.context(seen.features), positions)
+        length = jnp.where(seen.count > 0, seen.start + seen.count, state.length)
+        return state._replace(context=kv_cache.write(state.context, fresh, seen.start), length=length)
 
-    def propose(self, params, state: HeadState, tokens, length, embed, logits):
+    def propose(self, params, state: HeadState, choice: Choice, budget, ends: Ends) -> tuple[Tree, HeadState]:
+        logits, state = self.logits(params, state, choice.anchor, choice.past.length, ends)
+        return choice.tree(self.rule, logits, budget, self.backend.grow), state
+
+    def logits(
+        self, params, state: HeadState, anchor: Int[Array, " B"], length: Int[Array, " B"], ends: Ends
+    ) -> tuple[Float[Array, "B D V"], HeadState]:
+        """Runs the block: f32 logits of the D positions from `length` on, and the state after it.
+
+        anchor: the token at position length - 1.
+        """
         head = self._module(params)
-        anchor = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
-        block = jnp.pad(anchor, ((0, 0), (0, self.slots - 1)), constant_values=self.config.mask_token_id)
+        block = jnp.pad(anchor[:, None], ((0, 0), (0, self.slots - 1)), constant_values=self.config.mask_token_id)
         context = head.context(state.pending)
-        hidden, cache = head(embed(block), length - 1, context, state.count, state.context, state.length, self.ops)
+        at = state.count, state.context, state.length
+        hidden, cache = head(ends.embed(block), length - 1, context, *at, self.backend)
         state = state._replace(context=cache, length=state.length + state.count, count=jnp.zeros_like(state.count))
-        return logits(hidden[:, 1 : self.depth + 1]), state
+        return ends.logits(hidden[:, 1 : self.depth + 1]), state
 
-    def keep(self, state: HeadState, features, count) -> HeadState:
-        return state._replace(pending=features.astype(state.pending.dtype), count=count)
+    def shaped(self, rule: Rule, depth: int) -> BlockDraft:
+        return dataclasses.replace(self, rule=rule, depth=depth)
 
     def _module(self, params) -> Head:
         return nnx.merge(self.graphdef, nnx.State(params))
 
 
-def build(config: HeadConfig, dtype, depth: int | None = None, ops: Ops = XLA) -> tuple[BlockDraft, dict]:
-    """The pure functions of a head and its parameters as shapes; `depth` None drafts the whole block."""
+def build(
+    config: HeadConfig, dtype, depth: int | None = None, backend: Ops = XLA, rule: Rule | None = None
+) -> tuple[BlockDraft, dict]:
+    """Returns the pure functions of a head, and its parameters as shapes.
+
+    Args:
+      config: of the head.
+      dtype: of its parameters.
+      depth: longest path; None is the whole block.
+      backend: how it computes.
+      rule: how its scores become a tree; None is a tree of 64 nodes.
+    """
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Head(config, dtype)))
-    return BlockDraft(config, depth or config.depth, graphdef, ops), nnx.to_pure_dict(state)
+    return BlockDraft(config, depth or config.depth, rule or Rule(64), graphdef, backend), nnx.to_pure_dict(state)

@@ -1,18 +1,113 @@
-"""A batch of prompts and their options as the arrays of a `Request`; what does not fit the target is refused here."""
+"""Prompts and their options: checked against the target, and as the arrays of a `Request`."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
-from jetspec_jax.config import MIN_TEMPERATURE
-from jetspec_jax.loop.decoder import Request
-from jetspec_jax.loop.sampling import Bias, Penalties, Sampling
+from jetspec_jax.engine import geometry as sizes
+from jetspec_jax.engine.geometry import Geometry
+from jetspec_jax.files import pair
+from jetspec_jax.loop.processors import Bias, Penalties, Sampling
+from jetspec_jax.loop.state import Request
 from jetspec_jax.options import ConfigError, SamplingConfig
 
-MAX_ENDS = 8  # end tokens of a row, unless it gives more
+Prompt = str | Sequence[int]
+WANTED = "give text, token ids, or a list of either (messages: target.encode_messages)"
+
+
+def listed(prompts: Any) -> tuple[list[Prompt], bool]:
+    """Returns prompts as a list, and whether it was one prompt alone.
+
+    What a tokenizer returns is read by its `input_ids`, without what its attention mask hides. Iterables of other kinds
+    are refused: a mapping or a set would be taken for a list of prompts.
+
+    Raises:
+      ConfigError: these are no prompts, or none.
+    """
+    if isinstance(prompts, Mapping) or hasattr(prompts, "input_ids"):
+        prompts = _from_tokenizer(prompts)
+    if isinstance(prompts, str):
+        return [prompts], True
+    prompts = _plain(prompts)
+    if not isinstance(prompts, list | tuple):
+        raise ConfigError(f"prompts={_short(prompts)}: {WANTED}")
+    if not prompts:
+        raise ConfigError("prompts: the list is empty; give at least one prompt")
+    if all(isinstance(item, numbers.Integral) for item in prompts):
+        return [[int(i) for i in prompts]], True
+    return [_one(prompt) for prompt in prompts], False
+
+
+def _one(prompt: Any) -> Prompt:
+    """Returns one prompt of a list: text, or ids as Python numbers."""
+    if isinstance(prompt, Mapping) or hasattr(prompt, "input_ids"):
+        prompt = _from_tokenizer(prompt)
+    prompt = prompt if isinstance(prompt, str) else _plain(prompt)
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list | tuple) or not all(isinstance(i, numbers.Integral) for i in prompt):
+        raise ConfigError(f"prompts: {_short(prompt)} is no prompt; {WANTED}")
+    return [int(i) for i in prompt]
+
+
+def _from_tokenizer(encoded: Any) -> Any:
+    """Returns the ids of a tokenizer's output, one list or several, without padding."""
+    if not (isinstance(encoded, Mapping) and "input_ids" in encoded):
+        if not hasattr(encoded, "input_ids"):
+            keys = ", ".join(map(str, list(encoded)[:3]))
+            raise ConfigError(f"prompts: a mapping with {keys or 'nothing in it'} is no prompt; {WANTED}")
+        encoded = {"input_ids": encoded.input_ids, "attention_mask": getattr(encoded, "attention_mask", None)}
+    ids, mask = _plain(encoded["input_ids"]), encoded.get("attention_mask")
+    mask = None if mask is None else _plain(mask)
+    if not isinstance(ids, list | tuple):
+        raise ConfigError(f"prompts: input_ids is {_short(ids)}; {WANTED}")
+    if mask is None:
+        return ids
+    if ids and isinstance(ids[0], list | tuple):
+        return [[i for i, seen in zip(row, shown, strict=True) if seen] for row, shown in zip(ids, mask, strict=True)]
+    return [i for i, seen in zip(ids, mask, strict=True) if seen]
+
+
+def _plain(value: Any) -> Any:
+    """Returns arrays (of numpy, jax, torch) as lists; everything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") and hasattr(value, "shape") else value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "..."
+
+
+def prompt_ids(target, prompt: Any, chat: bool | None = None, thinking: bool | None = None) -> list[int]:
+    """Returns token ids of a prompt: ids as they are, text through the chat template unless `chat` is False.
+
+    Args:
+      target: what `load_target` returns.
+      prompt: text or ids.
+      chat: whether text goes through the chat template; None uses it where there is one.
+      thinking: None is off where the template knows the switch.
+    """
+    if not isinstance(prompt, str):
+        found = listed([prompt] if isinstance(prompt, numbers.Integral) else prompt)
+        if not found[1] or isinstance(found[0][0], str):
+            raise ConfigError(f"prompt={_short(prompt)}: {WANTED}")
+        return list(found[0][0])
+    if target.tokenizer is None:
+        raise ConfigError(f"prompt: {target.source} has no tokenizer; give token ids")
+    if not prompt:
+        raise ConfigError("prompt='': the prompt is empty; give at least one character")
+    if chat and not target.tokenizer.has_chat_template:
+        raise ConfigError(f"chat: {target.source} has no chat template; leave it out")
+    if chat is False or not target.tokenizer.has_chat_template:
+        return target.tokenizer.encode(prompt, begin=True)
+    mode = pair.thinking(target, None, thinking)
+    return target.tokenizer.encode_chat([{"role": "user", "content": prompt}], mode)
 
 
 def resolve(target, option: SamplingConfig) -> SamplingConfig:
@@ -84,48 +179,65 @@ def check(target, ids: Sequence[int], option: SamplingConfig) -> None:
             raise ConfigError(f"{name}: {bad[0]} is not a token; ids are 0..{vocab - 1}")
 
 
-def request(ids: Sequence[list[int]], options: Sequence[SamplingConfig], budgets: Sequence[int], width: int) -> Request:
-    """Right-padded arrays of resolved options; the batch is padded to a power of two with rows that end before their
-    first round. `width`: prompt slots."""
-    spare = power(len(ids), 1) - len(ids)
-    limits = [len(i) + o.max_new_tokens for i, o in zip(ids, options, strict=True)]
-    ints = lambda rows, fill: jnp.array([*rows, *[fill] * spare], jnp.int32)
-    ends = [[*(o.eos or ()), *o.stop_token_ids] for o in options]
-    most = power(max(map(len, ends)), MAX_ENDS)
+def arrays(
+    prompts: Sequence[Sequence[int]], options: Sequence[SamplingConfig], budgets: Sequence[int], geometry: Geometry
+) -> Request:
+    """Returns right-padded arrays of checked requests.
+
+    Args:
+      prompts: token ids of each.
+      options: resolved options of each.
+      budgets: tree nodes of each.
+      geometry: sizes of the arrays; rows up to its batch are padding and end before their first round.
+    """
+    spare = geometry.batch - len(prompts)
+    limits = [len(ids) + option.max_new_tokens for ids, option in zip(prompts, options, strict=True)]
+    ends = [sizes.ends(option) for option in options]
+
+    def ints(rows: Iterable, fill) -> jnp.ndarray:
+        return jnp.array([*rows, *[fill] * spare], jnp.int32)
+
+    def padded(row: Sequence[int], size: int, fill: int) -> list[int]:
+        return [*row, *[fill] * (size - len(row))]
+
     return Request(
-        tokens=ints([i + [0] * (width - len(i)) for i in ids], [0] * width),
-        prompt_length=ints(map(len, ids), 1),
+        tokens=ints((padded(ids, geometry.prompt, 0) for ids in prompts), [0] * geometry.prompt),
+        prompt_length=ints(map(len, prompts), 1),
         limit=ints(limits, 1),
         budget=ints(budgets, 1),
-        sampling=sampling(ids, [*options, *[SamplingConfig()] * spare]),
-        eos=ints([e + [-1] * (most - len(e)) for e in ends], [-1] * most),
+        sampling=sampling([*map(len, prompts), *[0] * spare], [*options, *[SamplingConfig()] * spare], geometry),
+        eos=ints((padded(row, geometry.ends, -1) for row in ends), [-1] * geometry.ends),
     )
 
 
-def sampling(ids: Sequence[list[int]], options: Sequence[SamplingConfig]) -> Sampling:
-    """The arrays of resolved options; one that no row uses is None. Rows behind the prompts are padding."""
-    column = lambda name, dtype: jnp.array([getattr(o, name) for o in options], dtype)
-    used = lambda name: any(getattr(o, name) != getattr(SamplingConfig, name) for o in options)
-    optional = lambda name, dtype: column(name, dtype) if used(name) else None
-    warm = any(o.temperature >= MIN_TEMPERATURE for o in options)
-    penalties = [f"{name}_penalty" for name in Penalties._fields]
-    early = [len(i) + o.min_new_tokens for i, o in zip(ids, options, strict=False)]
+def sampling(lengths: Sequence[int], options: Sequence[SamplingConfig], geometry: Geometry) -> Sampling:
+    """Returns resolved options as arrays; fields that the geometry has no room for are None.
+
+    lengths: tokens of each prompt.
+    """
+
+    def column(name: str, dtype) -> jnp.ndarray:
+        return jnp.array([getattr(option, name) for option in options], dtype)
+
+    def optional(name: str, dtype):
+        return column(name, dtype) if name in geometry.options else None
+
+    def penalties() -> Penalties:
+        return Penalties(*(column(f"{name}_penalty", jnp.float32) for name in Penalties._fields))
+
+    has, words = geometry.options, geometry.words
+    early = [length + option.min_new_tokens for length, option in zip(lengths, options, strict=True)]
     return Sampling(
-        temperature=column("temperature", jnp.float32) if warm else None,
+        temperature=optional("temperature", jnp.float32),
         seed=column("seed", jnp.uint32),
         top_k=optional("top_k", jnp.int32),
         top_p=optional("top_p", jnp.float32),
         min_p=optional("min_p", jnp.float32),
-        penalties=Penalties(*(column(n, jnp.float32) for n in penalties)) if any(map(used, penalties)) else None,
-        bias=_bias([_pairs(o) for o in options]) if used("logit_bias") else None,
-        bad_words=_words([o.bad_words for o in options]) if used("bad_words") else None,
-        min_length=jnp.array(early + [0] * (len(options) - len(ids)), jnp.int32) if used("min_new_tokens") else None,
+        penalties=penalties() if "penalties" in has else None,
+        bias=_bias([_pairs(option) for option in options], words.bias) if "bias" in has else None,
+        bad_words=_words([option.bad_words for option in options], words) if "bad_words" in has else None,
+        min_length=jnp.array(early, jnp.int32) if "min_length" in has else None,
     )
-
-
-def power(size: int, smallest: int) -> int:
-    """The next power of two: arrays come in few sizes, for each size is a program."""
-    return max(smallest, 1 << (size - 1).bit_length())
 
 
 def _pairs(option: SamplingConfig) -> tuple[tuple[int, float], ...]:
@@ -133,15 +245,15 @@ def _pairs(option: SamplingConfig) -> tuple[tuple[int, float], ...]:
     return option.logit_bias
 
 
-def _bias(rows) -> Bias:
-    most = power(max(map(len, rows)), 4)
+def _bias(rows: Sequence[Sequence[tuple[int, float]]], most: int) -> Bias:
     padded = [[*row, *[(-1, 0.0)] * (most - len(row))] for row in rows]
-    token, value = ([[pair[i] for pair in row] for row in padded] for i in (0, 1))
+    token, value = ([[entry[i] for entry in row] for row in padded] for i in (0, 1))
     return Bias(jnp.array(token, jnp.int32), jnp.array(value, jnp.float32))
 
 
-def _words(rows):
-    most = power(max(map(len, rows)), 4)
-    size = power(max(len(word) for row in rows for word in row), 1)
-    fill = lambda word: [-1] * (size - len(word)) + list(word)
-    return jnp.array([[*map(fill, row), *[[-1] * size] * (most - len(row))] for row in rows], jnp.int32)
+def _words(rows: Sequence[Any], words: sizes.Words) -> jnp.ndarray:
+    table = np.full((len(rows), words.bad, words.tokens), -1, np.int32)  # padded at the left
+    for row, listed_words in enumerate(rows):
+        for i, word in enumerate(listed_words):
+            table[row, i, words.tokens - len(word) :] = word
+    return jnp.asarray(table)

@@ -19,12 +19,12 @@ def run(
     Per round i: `round{i}_draft_logits` [D, V] f32, `round{i}_tree_tokens`, `round{i}_tree_parents` (root -1) and
     `round{i}_tree_depths` over the nodes in use, `round{i}_accepted` (node indices, root first).
     """
-    flight, arrays = speculate.start(target, head, [ids], tree, sampling, prefill_chunk=chunk), {}
-    for i in range(flight.decoder.capacity):
-        if flight.over():
+    engine, arrays = speculate.start(target, head, [ids], tree, sampling, prefill_chunk=chunk), {}
+    for i in range(engine.decoder.capacity):
+        if engine.over():
             break
-        done = flight.trace()
-        logits, nodes, accepted = jax.device_get((done.logits, done.tree, done.accepted))
+        done = engine.record()
+        logits, nodes, accepted = jax.device_get((done.tree.logits, done.tree, done.accepted))
         size, count = nodes.size[0], accepted.count[0]
         if logits is not None:
             arrays[f"round{i}_draft_logits"] = logits[0]
@@ -33,4 +33,4 @@ def run(
         arrays[f"round{i}_accepted"] = accepted.path[0, :count]
     with open(path, "wb") as file:
         np.savez(file, **arrays)
-    return flight.results()[0]
+    return engine.results()[0]

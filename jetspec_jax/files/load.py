@@ -134,7 +134,7 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
             f"{where}: {name} is {ours}, the target's ({target.source}) is {theirs}; "
             "this head belongs to another target"
         )
-    draft, shapes = block.build(config, checkpoint.numpy_dtype(target.dtype), ops=target.model.ops)
+    draft, shapes = block.build(config, checkpoint.numpy_dtype(target.dtype), backend=target.model.backend)
     tensors = _WithoutBorrowed(checkpoint.Folder(path))
     if tensors.borrowed:
         _warn(f"{path}: {', '.join(tensors.borrowed)} ignored; a head borrows the target's")

@@ -164,7 +164,7 @@ class Qwen3Target:
 
     config: ModelConfig
     graphdef: nnx.GraphDef = dataclasses.field(compare=False, repr=False)
-    ops: Ops = XLA
+    backend: Ops = XLA
 
     @property
     def vocab_size(self) -> int:
@@ -176,7 +176,7 @@ class Qwen3Target:
         return kv_cache.init(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, dtype)
 
     def forward(self, params, tokens, positions, mask, cache=None, length=None, taps=()) -> Output:
-        return self._module(params)(tokens, positions, mask, cache, length, taps, self.ops)
+        return self._module(params)(tokens, positions, mask, cache, length, taps, self.backend)
 
     def embed(self, params, tokens):
         return self._module(params).embed(tokens)
