@@ -27,7 +27,7 @@ import shapes
 import timing
 
 from jetspec_jax import speculate
-from jetspec_jax.backends import ops
+from jetspec_jax.backends import choose
 from jetspec_jax.layers import masks
 from jetspec_jax.loop import decoder, tree
 from jetspec_jax.training import flops
@@ -42,7 +42,7 @@ def main() -> None:
         "--contexts", nargs="+", default=["1024:2048"], metavar="LENGTH:SLOTS", help="committed tokens and cache slots"
     )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--attention", default="auto", choices=ops.ATTENTIONS)
+    parser.add_argument("--attention", default="auto", choices=choose.CHOICES)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--parts", action="store_true", help="also time draft, tree and verification alone")
@@ -54,7 +54,7 @@ def main() -> None:
     pair = shapes.random_pair(args.shape, args.dtype, args.attention)
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}"
     print(
-        f"{args.shape}, random weights, batch {args.batch}, attention {pair.target.ops.attention}; {device}", flush=True
+        f"{args.shape}, random weights, batch {args.batch}, attention {pair.target.backend.name}; {device}", flush=True
     )
     reads, products = limits["bytes_per_second"] / 1e12, limits["flops_per_second"] / 1e12
     weights = size(pair.params) / 2**30
@@ -138,7 +138,7 @@ def parts(args, pair, static, state, budget: int) -> dict[str, float]:
             logits,
             anchor,
             jnp.full((batch,), budget, jnp.int32),
-            static.ops.grow,
+            static.backend.grow,
         )
         anchor = built.tokens.sum(1) % 7
         return logits + anchor[:, None, None] * 1e-6, anchor

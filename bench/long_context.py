@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import shapes
 
 from jetspec_jax import speculate
-from jetspec_jax.backends import ops
+from jetspec_jax.backends import choose
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.sampling import Sampling
 
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=64)
     parser.add_argument("--chunk", type=int, default=decoder.DEFAULT_CHUNK)
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
-    parser.add_argument("--attention", default="auto", choices=ops.ATTENTIONS)
+    parser.add_argument("--attention", default="auto", choices=choose.CHOICES)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
 

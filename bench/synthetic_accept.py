@@ -22,7 +22,8 @@ import shapes
 import timing
 
 from jetspec_jax import speculate
-from jetspec_jax.backends import ops
+from jetspec_jax.backends import choose
+from jetspec_jax.backends.xla import XLA
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.sampling import Sampling
 
@@ -40,8 +41,8 @@ class ScriptedTarget:
         return self.inner.vocab_size
 
     @property
-    def ops(self) -> ops.Ops:
-        return self.inner.ops
+    def backend(self) -> XLA:
+        return self.inner.backend
 
     def init_cache(self, params, batch, capacity):
         return self.inner.init_cache(params["inner"], batch, capacity)
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("--top_p", type=float, default=1.0)
     parser.add_argument("--top_k", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--attention", default="auto", choices=ops.ATTENTIONS)
+    parser.add_argument("--attention", default="auto", choices=choose.CHOICES)
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import timing
 
-from jetspec_jax.backends import ops
+from jetspec_jax.backends.hopper import Hopper
+from jetspec_jax.backends.xla import PLAIN, XLA
 from jetspec_jax.layers import masks
 from jetspec_jax.loop import tree
 
@@ -49,7 +50,7 @@ def main() -> None:
                 return built.tokens + masks.ancestors(built.parents, args.depth).sum(-1)
 
             row[f"{builder}{' kernel' if kernels else ''}"] = timed(args, logits, build)
-        trees = [jax.jit(grown, static_argnums=(1, 2))(logits, budget, how) for how in ("pallas", "xla")]
+        trees = [jax.jit(grown, static_argnums=(1, 2))(logits, budget, how) for how in (Hopper(), PLAIN)]
         times = "  ".join(f"{name} {value:8.1f}" for name, value in row.items())
         row["equal"] = all(bool((a == b).all()) for a, b in zip(*trees, strict=True))
         print(f"{times}  equal {row['equal']}", flush=True)
@@ -58,9 +59,9 @@ def main() -> None:
     sys.exit(not all(row["equal"] for row in found))
 
 
-def grown(logits, budget: int, how: str, builder: str = "best_first", width: int = 64) -> tree.Tree:
+def grown(logits, budget: int, how: XLA, builder: str = "best_first", width: int = 64) -> tree.Tree:
     zero = jnp.zeros(len(logits), jnp.int32)
-    return tree.build(builder, width, budget, logits, zero, zero + budget, ops.Ops(how).grow)
+    return tree.build(builder, width, budget, logits, zero, zero + budget, how.grow)
 
 
 def timed(args: argparse.Namespace, logits, function) -> float:

@@ -212,7 +212,7 @@ class Flight:
             "prefill_chunk": chunk,
             "thinking": thinking,
             "dtype": str(target.dtype),
-            "attention": target.model.ops.attention,
+            "attention": target.model.backend.name,
             "device": jax.devices()[0].device_kind,
         }
         self._sampling = sampling

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetspec_jax import baseline, speculate
-from jetspec_jax.backends import ops
+from jetspec_jax.backends import choose
+from jetspec_jax.backends.xla import PLAIN
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.drafts import block
 from jetspec_jax.loop import decoder
@@ -250,8 +251,8 @@ QUICK = {
 }
 
 
-@pytest.mark.parametrize("attention", [a for a in ops.ATTENTIONS if a != "cudnn"])
-def test_every_attention_that_runs_f32(attention, monkeypatch):
+@pytest.mark.parametrize("name", [c for c in choose.CHOICES if c != "cudnn"])
+def test_every_backend_that_runs_f32(name, monkeypatch):
     """A real pair built for it against plain decoding with XLA, also coached to be accepted along branches.
 
     That plain decoding with the kernels is the same too is in test_gpu_kernels.py.
@@ -259,8 +260,10 @@ def test_every_attention_that_runs_f32(attention, monkeypatch):
     for name, function in QUICK.items():
         monkeypatch.setattr(tiny, name, function)
     wide = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}  # the least that every kernel takes
-    how = ops.resolve(attention, "float32", 16)
-    head, shapes = block.build(tiny.head_config(True, **wide | {"num_heads": 4, "num_layers": 1}), jnp.float32, ops=how)
+    how = choose.resolve(name, "float32", 16)
+    head, shapes = block.build(
+        tiny.head_config(True, **wide | {"num_heads": 4, "num_layers": 1}), jnp.float32, backend=how
+    )
     draft_params = tiny.random_like(shapes, 4)
     asked = tiny.request([[3, 1, 4, 1, 5], [9, 2]], 12, budget=[6, 4], temperature=[0.0, 1.0], seed=5)
 
@@ -268,7 +271,7 @@ def test_every_attention_that_runs_f32(attention, monkeypatch):
         model, shapes = qwen3.build(tiny.model_config("dense", **wide), jnp.float32, how)
         return dataclasses.replace(tiny.target("dense"), model=model, params=tiny.random_like(shapes, 3))
 
-    wanted, loaded = tiny.plain(built(ops.XLA), asked), built(how)
+    wanted, loaded = tiny.plain(built(PLAIN), asked), built(how)
     static = Decoder(loaded.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB, head), 8, CAPACITY, "best_first", 4)
     for coach in (True, False):
         draft = tiny.coached(wanted.tokens, [[0, 1, 0, 0, 0, 0], [0, 0, -1, 0, 0, 0]], draft_params, coach)
@@ -281,6 +284,6 @@ def test_cudnn_in_f32_is_refused(monkeypatch):
     """For its dtype, also where there is the GPU."""
     for backend in ("cpu", "gpu"):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        with pytest.raises(ConfigError, match=r"^attention=cudnn: .*16-bit weights \(dtype=float32\); use xla$"):
-            ops.resolve("cudnn", "float32", 128)
-    assert ops.resolve("cudnn", "bfloat16", 128).attention == "cudnn"
+        with pytest.raises(ConfigError, match=r"^backend=cudnn: .*16-bit weights \(dtype=float32\); use xla$"):
+            choose.resolve("cudnn", "float32", 128)
+    assert choose.resolve("cudnn", "bfloat16", 128).name == "cudnn"

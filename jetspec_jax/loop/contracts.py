@@ -41,7 +41,7 @@ class Target(Protocol):
         """Rows of the vocabulary that exist, padding of the device layout excluded."""
 
     @property
-    def ops(self) -> Backend:
+    def backend(self) -> Backend:
         """How it computes; the loop's own parts follow it."""
 
     def init_cache(self, params, batch: int, capacity: int) -> Cache:

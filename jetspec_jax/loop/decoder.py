@@ -61,9 +61,9 @@ class Decoder:
             raise ValueError(f"rows={self.rows}: without a draft there is one row")
 
     @property
-    def ops(self) -> Backend:
+    def backend(self) -> Backend:
         """How the loop's own parts are computed: as the target is."""
-        return self.target.ops
+        return self.target.backend
 
     @property
     def depth(self) -> int:
@@ -255,7 +255,9 @@ def traced_step(decoder: Decoder, params: dict, state: State) -> tuple[State, Ro
         ranked = processors.weigh(draft_logits, state.sampling, counts)
         if decoder.sharpness:
             ranked, noise = sampling.foresee(ranked, state.length, state.sampling, decoder.sharpness)
-        tree = trees.build(decoder.builder, decoder.width, decoder.rows, ranked, anchor, state.budget, decoder.ops.grow)
+        tree = trees.build(
+            decoder.builder, decoder.width, decoder.rows, ranked, anchor, state.budget, decoder.backend.grow
+        )
     else:
         tree = trees.root(anchor)
 
@@ -266,7 +268,7 @@ def traced_step(decoder: Decoder, params: dict, state: State) -> tuple[State, Ro
     accepted = _accept(state, tree, ancestors, logits, noise, counts, depth)
 
     old, (state, kept) = state, _commit(decoder, state, accepted, logits)
-    cache = decoder.ops.commit(old.cache, out.fresh, accepted.path, past)
+    cache = decoder.backend.commit(old.cache, out.fresh, accepted.path, past)
     if draft:
         features = jnp.take_along_axis(out.taps, accepted.path[..., None], 1) if out.taps is not None else None
         drafting = draft.keep(drafting, features, kept)
