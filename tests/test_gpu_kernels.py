@@ -303,6 +303,9 @@ def test_cudnn(slots):
     for lengths in ([0, slots], [1, slots // 2]):
         args = q, fresh, masks.causal(5), prefix, jnp.array(lengths)
         near(CuDNN().attend(*args), PLAIN.attend(*args), jnp.bfloat16)
+        after = (jnp.arange(slots) >= args[-1][:, None])[:, None, :, None]
+        broken = tuple(jnp.where(after, jnp.nan, x) for x in prefix)
+        assert (CuDNN().attend(*args[:3], broken, args[-1]) == CuDNN().attend(*args)).all()
 
 
 def cuda_text(function, *shapes) -> str:

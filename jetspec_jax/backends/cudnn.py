@@ -31,6 +31,8 @@ def _part(q, k, v, low, high) -> attention.Partial:
     batch, kv_heads, groups, rows, dim = q.shape
     flat = q.transpose(0, 3, 1, 2, 4).reshape(batch, rows, -1, dim)
     length = jnp.clip(high, 1, k.shape[2]).astype(jnp.int32)
+    # It selects among the scores by itself, but multiplies all values by their weights, those of zero too.
+    v = jnp.where((jnp.arange(k.shape[2]) < high[:, None])[:, None, :, None], v, 0)
     out, lse = jax.nn.dot_product_attention(
         flat, k.swapaxes(1, 2), v.swapaxes(1, 2), key_value_seq_lengths=length,
         query_seq_lengths=jnp.full_like(length, rows), implementation="cudnn", return_residual=True,

@@ -105,4 +105,5 @@ def _slots(q, k, v, low, high) -> Partial:
     """The part of plain XLA."""
     slot = jnp.arange(k.shape[2])
     visible = (slot >= low) & (slot < high[:, None])
+    v = jnp.where(visible[:, None, :, None], v, 0)  # what a prompt's padding has left there may be NaN too
     return _part(q, k, v, visible[:, None, None, None])

@@ -42,8 +42,10 @@ def hidden(
     """
     c = head.config
     batch, count, slots, embed = block.shape
-    context = head.context_kv(head.context(features), position)
     seen = anchor_rules.seen(anchors, document)
+    # What no block sees (padding) may be NaN, which a weight of zero would keep out of no sum and of no gradient.
+    features = jnp.where(seen.any(1)[..., None], features, 0)
+    context = head.context_kv(head.context(features), position)
     own = (masks.causal(slots) if c.causal else jnp.ones((1, slots, slots), bool))[0]
     start = jnp.take_along_axis(position, anchors.position, 1)
     angles = head.angles((start[..., None] + jnp.arange(slots)).reshape(batch, -1))

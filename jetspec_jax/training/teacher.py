@@ -39,7 +39,8 @@ def run(
     def own(_, q, kv):
         return fused(q, *kv, mask, True) if attention == "cudnn" else attend(q, kv, mask), None
 
-    ran = model.run(model.embed(tokens), model.angles(position), own)
+    x = jnp.where((document > 0)[..., None], model.embed(tokens), 0)  # the padding token's embedding may be NaN
+    ran = model.run(x, model.angles(position), own)
     return Features(jnp.concatenate([ran.streams[i] for i in taps], axis=-1), ran.hidden)
 
 
