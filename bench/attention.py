@@ -22,7 +22,9 @@ import numpy as np
 import shapes
 import timing
 
-from jetspec_jax.backends import ops
+from jetspec_jax.backends import choose, xla
+from jetspec_jax.backends.cudnn import CuDNN
+from jetspec_jax.backends.hopper import Hopper
 from jetspec_jax.layers import masks
 
 
@@ -34,7 +36,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--choices", nargs="+", default=["xla", "cudnn", "pallas"], choices=ops.ATTENTIONS[1:])
+    parser.add_argument("--choices", nargs="+", default=["xla", "cudnn", "pallas"], choices=choose.CHOICES[1:])
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
 
@@ -58,12 +60,12 @@ def main() -> None:
         mask = masks.ancestors(jnp.asarray(parents, jnp.int32), 15)
         lengths = jnp.full((args.batch,), length, jnp.int32)
         wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-        reference = ops.XLA.attend(wide(q), wide(fresh), mask, wide(caches[0]), lengths)
+        reference = xla.PLAIN_XLA.attend(wide(q), wide(fresh), mask, wide(caches[0]), lengths)
         floor = 2 * args.batch * kv_heads * length * dim * dtype.itemsize / limits["bytes_per_second"]
         for choice in args.choices:
             if choice == "cudnn" and (dtype.itemsize != 2 or not gpu):
                 continue
-            how = ops.Ops(choice)
+            how = {"xla": xla.PLAIN_XLA, "cudnn": CuDNN(), "pallas": Hopper()}[choice]
 
             def step(q, fresh, mask, caches, lengths, how=how):
                 for prefix in caches:

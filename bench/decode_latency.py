@@ -17,7 +17,6 @@ with the tree. Prints a table, then one JSON line.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 
 import anchor
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 import shapes
 import timing
 
-from jetspec_jax.backends import ops
+from jetspec_jax.backends import choose
 from jetspec_jax.engine.programs import program
 from jetspec_jax.layers import masks
 from jetspec_jax.loop import decoder, tree
@@ -43,7 +42,7 @@ def main() -> None:
         "--contexts", nargs="+", default=["1024:2048"], metavar="LENGTH:SLOTS", help="committed tokens and cache slots"
     )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--attention", default="auto", choices=ops.ATTENTIONS)
+    parser.add_argument("--attention", default="auto", choices=choose.CHOICES)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--parts", action="store_true", help="also time draft, tree and verification alone")
@@ -55,7 +54,7 @@ def main() -> None:
     pair = shapes.random_pair(args.shape, args.dtype, args.attention)
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}"
     print(
-        f"{args.shape}, random weights, batch {args.batch}, attention {pair.target.backend.attention}; {device}",
+        f"{args.shape}, random weights, batch {args.batch}, attention {pair.target.backend.name}; {device}",
         flush=True,
     )
     reads, products = limits["bytes_per_second"] / 1e12, limits["flops_per_second"] / 1e12
@@ -80,8 +79,8 @@ def measure(args: argparse.Namespace, pair: shapes.Pair, budget: int, limits: di
     if budget == 1:
         static, params = decoder.Decoder(pair.target, PLAIN, args.slots), pair.plain
     else:
-        draft = dataclasses.replace(pair.draft, depth=min(pair.draft.depth, budget - 1))
-        static, params = decoder.Decoder(pair.target, draft, budget, args.slots), pair.params
+        draft = pair.draft.shaped(tree.Rule(budget), min(pair.draft.depth, budget - 1))
+        static, params = decoder.Decoder(pair.target, draft, args.slots), pair.params
     held = [shapes.state_at(static, params, args.length, args.batch, budget)]
     compiled, seconds = program(decoder.rounds, static, params, held[0], jnp.int32(1), donate=(1,))
 
@@ -124,31 +123,20 @@ def parts(args, pair, static, state, budget: int) -> dict[str, float]:
 
     def propose(carry, weights):
         tokens, held = carry
-        logits, new = draft.propose(
-            weights["draft"], held, tokens, length,
-            lambda t: target.embed(weights["target"], t), lambda h: target.logits(weights["target"], h),
-        )  # fmt: skip
+        anchor = tokens[:, args.length - 1]
+        logits, new = draft.logits(weights["draft"], held, anchor, length, static.ends(weights))
         tokens = tokens.at[:, args.length - 1].set(jnp.argmax(logits[:, -1], -1).astype(jnp.int32))
         return tokens, new._replace(length=held.length, count=held.count)
 
     def grow(carry):
         logits, anchor = carry
-        built = tree.build(
-            static.builder,
-            static.width,
-            budget,
-            logits,
-            anchor,
-            jnp.full((batch,), budget, jnp.int32),
-            static.ops.grow,
-        )
+        built = tree.build(draft.rule, logits, anchor, whole, target.backend.grow)
         anchor = built.tokens.sum(1) % 7
         return logits + anchor[:, None, None] * 1e-6, anchor
 
-    built = tree.build(
-        static.builder, static.width, budget, jax.random.normal(key, (batch, static.depth, target.vocab_size)),
-        jnp.zeros((batch,), jnp.int32), jnp.full((batch,), budget, jnp.int32),
-    )  # fmt: skip
+    whole = jnp.full((batch,), budget, jnp.int32)
+    logits = jax.random.normal(key, (batch, static.depth, target.vocab_size))
+    built = tree.build(draft.rule, logits, jnp.zeros((batch,), jnp.int32), whole)
     seen = masks.ancestors(built.parents, static.depth)
 
     def verify(tokens, weights, cache):
@@ -165,7 +153,6 @@ def parts(args, pair, static, state, budget: int) -> dict[str, float]:
         return 1e3 * timing.per_step(run, args.steps // 4, args.steps, args.repeats)
 
     copy = lambda x: jax.tree.map(jnp.copy, x)
-    logits = jax.random.normal(key, (batch, static.depth, target.vocab_size))
     return {
         "draft": timed(propose, copy((state.tokens, state.draft)), weights),
         "tree": timed(grow, (logits, jnp.zeros((batch,), jnp.int32))),
@@ -205,9 +192,9 @@ def product_flop(pair: shapes.Pair, static: decoder.Decoder, batch: int, length:
         attended = 2 * length * config.num_heads * config.head_dim * config.num_layers
         return 2 * rows * (flops.row_parameters(config) + attended)
 
-    logits = static.rows + static.depth
-    total = 2 * batch * logits * c.vocab_size * c.hidden_size + layers(c, batch * static.rows)
-    if draft:
+    logits = static.nodes + static.depth
+    total = 2 * batch * logits * c.vocab_size * c.hidden_size + layers(c, batch * static.nodes)
+    if static.depth:
         h, fresh = draft.config, batch * (draft.depth + 1)  # the rows of a round, of which the head keeps K/V
         keys_values = 2 * h.num_layers * h.hidden_size * h.num_kv_heads * h.head_dim
         total += layers(h, batch * draft.slots) + 2 * fresh * (pair.params["draft"]["fc"].size + keys_values)

@@ -20,12 +20,13 @@ import jax
 import jax.numpy as jnp
 import shapes
 
-from jetspec_jax.backends import ops
+from jetspec_jax.backends import choose
 from jetspec_jax.engine.programs import program
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.plain import PLAIN
 from jetspec_jax.loop.processors import Sampling
 from jetspec_jax.loop.state import Request
+from jetspec_jax.loop.tree import Rule
 
 
 def main() -> None:
@@ -36,7 +37,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=64)
     parser.add_argument("--chunk", type=int, default=decoder.DEFAULT_CHUNK)
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
-    parser.add_argument("--attention", default="auto", choices=ops.ATTENTIONS)
+    parser.add_argument("--attention", default="auto", choices=choose.CHOICES)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
 
@@ -57,12 +58,13 @@ def measure(args: argparse.Namespace, pair: shapes.Pair, prompt: int) -> dict:
     row = lambda value, dtype=jnp.int32: jnp.full((1,), value, dtype)
     tokens = jax.random.randint(jax.random.key(prompt), (1, size), 0, pair.target.vocab_size)
     outputs, found = {}, {"prompt": prompt}
+    draft = pair.draft.shaped(Rule(args.budget), min(pair.draft.depth, args.budget - 1))
     for name, static, params in (
         ("plain", decoder.Decoder(pair.target, PLAIN, slots, prefill_chunk=args.chunk), pair.plain),
-        ("round", decoder.Decoder(pair.target, pair.draft, args.budget, slots, prefill_chunk=args.chunk), pair.params),
+        ("round", decoder.Decoder(pair.target, draft, slots, prefill_chunk=args.chunk), pair.params),
     ):
         request = Request(
-            tokens, row(prompt), row(prompt + args.new), row(static.rows), Sampling(None, row(0, jnp.uint32)),
+            tokens, row(prompt), row(prompt + args.new), row(static.nodes), Sampling(None, row(0, jnp.uint32)),
             jnp.full((1, 8), -1, jnp.int32),
         )  # fmt: skip
         read, _ = program(decoder.prefill, static, params, request)

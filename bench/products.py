@@ -3,7 +3,7 @@
     python bench/products.py --shape qwen3-8b --rows 1 16 32 64 128 256
     python bench/products.py --shape qwen3-8b --rows 128 --tiles
 
-`xla` and `xla [out, in]` are XLA's choice for the two layouts of a weight, `kernel` is ours with the tile that `ops`
+`xla` and `xla [out, in]` are XLA's choice for the two layouts of a weight, `kernel` is ours with the tile that `Hopper`
 would use; `--tiles` tries every other tile as well and prints the best. Copies of a weight are visited in turn, so that
 all come from memory and not from the L2 cache. The floor is the time to read the weight once or to multiply by it,
 whichever is longer; `error` is how far `kernel` is from `xla` (without a GPU the kernel is checked in the interpreter
@@ -25,9 +25,10 @@ import jax.numpy as jnp
 import shapes
 import timing
 
+from jetspec_jax.backends.hopper import Hopper
 from jetspec_jax.backends.kernels import gpu_layer
 from jetspec_jax.backends.kernels.gpu_layer import Tile
-from jetspec_jax.backends.ops import XLA, Ops
+from jetspec_jax.backends.xla import PLAIN_XLA
 from jetspec_jax.layers import rope
 from jetspec_jax.layers.numerics import einsum
 
@@ -72,7 +73,7 @@ class Product:
 
     def __init__(self, name: str, config, gpu: bool):
         c = self.config = config
-        self.name, self.gpu, self.kernels = name, gpu, Ops("pallas") if gpu else XLA
+        self.name, self.gpu, self.kernels = name, gpu, Hopper() if gpu else PLAIN_XLA
         self.sizes = {
             "qkv": (c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim),
             "out": (c.num_heads * c.head_dim, c.hidden_size),
@@ -88,12 +89,12 @@ class Product:
         draw = lambda i, size: jax.random.normal(jax.random.key(i), (1, rows, size), jnp.bfloat16)
         x, stream = draw(1, inner), draw(2, c.hidden_size)
         norm, angles = jnp.ones(c.hidden_size, jnp.bfloat16), rope.angles(jnp.arange(rows)[None], c.head_dim, 1e4)
-        shape = (c.num_kv_heads, c.num_heads // c.num_kv_heads + 2, c.head_dim)
+        shape = (c.num_heads // c.num_kv_heads + 2, c.head_dim)
 
-        def read(ops, product):
+        def read(backend, product):
             if self.name == "qkv":
-                return ops.heads(product, shape, None, angles, 1e-6, x.dtype)
-            return ops.add_norm(stream, product, norm, 1e-6)
+                return backend.heads(product, shape, None, angles, 1e-6, x.dtype)
+            return backend.add_norm(stream, product, norm, 1e-6)
 
         def glu(x, w, spec="bte,ef->btf"):
             gate, up = jnp.split(einsum(spec, x, w), 2, axis=-1)
@@ -103,7 +104,7 @@ class Product:
             flat = x.reshape(rows, inner)
             if self.name == "gate_up":
                 return gpu_layer.swiglu(flat, w.reshape(inner, 2, -1), not self.gpu, cut)
-            return read(Ops("pallas"), gpu_layer.matmul(flat, w, not self.gpu, cut)[:, None])
+            return read(Hopper(), gpu_layer.matmul(flat, w, not self.gpu, cut)[:, None])
 
         if self.name == "gate_up":
             ways = {"xla": glu, "xla [out, in]": functools.partial(glu, spec="bte,fe->btf")}

@@ -9,7 +9,7 @@ import json
 import jax
 import jax.numpy as jnp
 
-from jetspec_jax.backends import ops
+from jetspec_jax.backends.choose import resolve
 from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
 from jetspec_jax.drafts import block
 from jetspec_jax.drafts.block import HeadState
@@ -76,7 +76,7 @@ class Pair:
 def random_pair(name: str, dtype: str = "bfloat16", attention: str = "auto") -> Pair:
     """A pair with every weight random."""
     config, head = PAIRS[name]
-    how = ops.resolve(attention, dtype, config.head_dim)
+    how = resolve(attention, dtype, config.head_dim)
     target, shapes = qwen3.build(config, numpy_dtype(dtype), how)
     draft, head_shapes = block.build(head, numpy_dtype(dtype), backend=how)
     return Pair(target, draft, drawn({"target": shapes, "draft": head_shapes}))

@@ -25,6 +25,7 @@ from jetspec_jax.engine.programs import program
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.processors import Sampling
 from jetspec_jax.loop.state import Request
+from jetspec_jax.loop.tree import Rule
 
 
 def main() -> None:
@@ -61,7 +62,8 @@ def environment(folder: str) -> dict[str, str]:
 def child(args: argparse.Namespace) -> dict:
     """The times of one process."""
     pair = shapes.random_pair(args.shape, args.dtype)
-    static = decoder.Decoder(pair.target, pair.draft, args.budget, args.slots)
+    draft = pair.draft.shaped(Rule(args.budget), min(pair.draft.depth, args.budget - 1))
+    static = decoder.Decoder(pair.target, draft, args.slots)
     row = lambda value, dtype=jnp.int32: jnp.full((1,), value, dtype)
     request = Request(
         tokens=jax.random.randint(jax.random.key(1), (1, args.prompt), 0, pair.target.vocab_size),

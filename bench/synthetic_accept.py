@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import shapes
 import timing
 
-from jetspec_jax.backends import ops
+from jetspec_jax.backends import choose
+from jetspec_jax.backends.xla import XLA
 from jetspec_jax.engine.programs import program
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.processors import Sampling
@@ -40,7 +41,7 @@ class ScriptedTarget:
         return self.inner.vocab_size
 
     @property
-    def backend(self) -> ops.Ops:
+    def backend(self) -> XLA:
         return self.inner.backend
 
     def init_cache(self, params, batch, capacity):
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("--top_p", type=float, default=1.0)
     parser.add_argument("--top_k", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--attention", default="auto", choices=ops.ATTENTIONS)
+    parser.add_argument("--attention", default="auto", choices=choose.CHOICES)
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()

@@ -36,7 +36,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax import baseline, speculate
-from jetspec_jax.backends.ops import XLA
+from jetspec_jax.backends.xla import PLAIN_XLA
 from jetspec_jax.command import Parser
 from jetspec_jax.config import MIN_TEMPERATURE, ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
@@ -221,7 +221,9 @@ def _recheck(target, head, prompts, tree, sampling, batch: int, ties: list[Diver
     """Turns ties into defects where float32 does not agree."""
     cast = lambda leaf: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
     wide = lambda x: dataclasses.replace(x, params=jax.tree.map(cast, x.params))
-    plain = lambda x: dataclasses.replace(x, backend=XLA) if "backend" in {f.name for f in dataclasses.fields(x)} else x
+    plain = lambda x: (
+        dataclasses.replace(x, backend=PLAIN_XLA) if "backend" in {f.name for f in dataclasses.fields(x)} else x
+    )
     # In plain XLA too: a fault of a kernel must not be judged by that kernel.
     target = dataclasses.replace(wide(target), dtype="float32", model=plain(target.model))
     head = dataclasses.replace(wide(head), draft=plain(head.draft))

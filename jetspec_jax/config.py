@@ -117,7 +117,7 @@ class HeadConfig:
     dtype: str | None = None
     rope_scaling: RopeScaling | None = None
 
-    moe = None  # a head is dense; `models.qwen3.Layer` reads these two of any configuration
+    moe = None  # a head is dense; `models.layer.Layer` reads these two of any configuration
     qk_norm = True
 
     def __post_init__(self):

@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from jetspec_jax import speculate
-from jetspec_jax.backends.ops import Ops
+from jetspec_jax.backends.choose import resolve
 from jetspec_jax.config import SamplingConfig, TreeConfig
 from jetspec_jax.drafts import block
 from jetspec_jax.engine import programs
@@ -87,7 +87,7 @@ def test_nothing_leaves_the_device():
 def test_no_weight_matrix_is_made_wider(kind, kernels):
     """In 16 bits products take the weights as they are: the only wide arrays of a round are far smaller."""
     wide = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 128}
-    how = Ops(kernels)
+    how = resolve(kernels, "bfloat16", 32)
     model, params = qwen3.build(tiny.model_config(kind, **wide), jnp.bfloat16, how)
     draft, head = block.build(tiny.head_config(True, **wide), jnp.bfloat16, backend=how)
     static, weights = tiny.loop(model, draft, 4, 32), {"target": params, "draft": head}

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax.backends.ops import XLA, Ops
+from jetspec_jax.backends.xla import PLAIN_XLA, XLA
 from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
 from jetspec_jax.drafts import block as blocks
 from jetspec_jax.engine.geometry import Geometry
@@ -152,7 +152,7 @@ class HashTarget:
 
     vocab_size: int
     modulus: int = 97
-    backend: Ops = XLA
+    backend: XLA = PLAIN_XLA
 
     def params(self, seed: int, scale: float = 2.0):
         """Random table and position weights."""

@@ -15,27 +15,27 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jetspec_jax.backends.ops import XLA, Ops
+from jetspec_jax.backends.xla import PLAIN_XLA, XLA
 from jetspec_jax.config import ConfigError, HeadConfig
 from jetspec_jax.layers import cache as kv_cache
-from jetspec_jax.layers import masks, rope
+from jetspec_jax.layers import masks
 from jetspec_jax.layers.cache import Cache
 from jetspec_jax.layers.numerics import einsum, rms_norm
 from jetspec_jax.loop.choice import Choice
 from jetspec_jax.loop.contracts import Ends, Seen
 from jetspec_jax.loop.tree import Rule, Tree
-from jetspec_jax.models.qwen3 import Layer
+from jetspec_jax.models.layer import Stack
 
 
-class Head(nnx.Module):
+class Head(Stack):
     """Parameters of the head. F = taps * E of the target."""
 
+    config: HeadConfig
+
     def __init__(self, config: HeadConfig, dtype):
-        self.config = c = config
-        self.fc = nnx.Param(jnp.zeros((len(c.tap_layers) * c.hidden_size, c.hidden_size), dtype))
-        self.hidden_norm = nnx.Param(jnp.zeros((c.hidden_size,), dtype))
-        self.layers = nnx.List([Layer(c, dtype) for _ in range(c.num_layers)])
-        self.norm = nnx.Param(jnp.zeros((c.hidden_size,), dtype))
+        super().__init__(config, dtype)
+        self.fc = nnx.Param(jnp.zeros((len(config.tap_layers) * config.hidden_size, config.hidden_size), dtype))
+        self.hidden_norm = nnx.Param(jnp.zeros((config.hidden_size,), dtype))
 
     def context(self, features: Float[Array, "B C F"]) -> Float[Array, "B C E"]:
         """Fuses tapped features; every layer projects the same rows to keys and values."""
@@ -43,9 +43,8 @@ class Head(nnx.Module):
         return rms_norm(fused, self.hidden_norm[...], self.config.norm_eps)
 
     def context_kv(self, context: Float[Array, "B C E"], positions: Int[Array, "B C"]) -> Cache:
-        """K/V of context rows for every layer: they depend on nothing that comes later, so they are cached."""
-        c = self.config
-        angles = rope.angles(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+        """Returns the context rows' keys and values of every layer: nothing that comes later changes them."""
+        angles = self.angles(positions)
         return tuple(layer.context_kv(context, angles) for layer in self.layers)
 
     def __call__(
@@ -56,28 +55,35 @@ class Head(nnx.Module):
         count: Int[Array, " B"],
         cache: Cache,
         length: Int[Array, " B"],
-        ops: Ops = XLA,
+        backend: XLA = PLAIN_XLA,
     ) -> tuple[Float[Array, "B T E"], Cache]:
-        """Hidden states of the block for the target's lm_head, and the cache with the new context in it.
+        """Returns hidden states of the block for the target's lm_head, and the cache with the new context in it.
 
-        block: embeddings of [anchor, MASK, ...] at positions start, start + 1, ... context: the first `count` rows are
-        new, at positions length, length + 1, ... behind the `length` rows of `cache`. Both share one matrix product a
-        layer; the context enters the cache before the block reads it, so the cache is updated in place.
+        Block and context share one product a layer. The context enters the cache before the block reads it, so the
+        cache is updated in place.
+
+        Args:
+          block: embeddings of [anchor, MASK, ...] at positions start, start + 1, ...
+          start: position of the anchor.
+          context: fused features, of which the first `count` rows are new, at positions length, length + 1, ...
+          count: new rows of the context.
+          cache: keys and values of the context so far.
+          length: its rows.
+          backend: what computes.
         """
-        c, x, product, updated = self.config, block, None, []
         rows, slots = context.shape[1], block.shape[1]
         positions = [length[:, None] + jnp.arange(rows), start[:, None] + jnp.arange(slots)]
-        angles = rope.angles(jnp.concatenate(positions, axis=1), c.head_dim, c.rope_theta, c.rope_scaling)
-        own = masks.causal(slots) if c.causal else jnp.ones((1, slots, slots), bool)
+        angles = self.angles(jnp.concatenate(positions, axis=1))
+        own = masks.causal(slots) if self.config.causal else jnp.ones((1, slots, slots), bool)
         mask = jnp.pad(own, ((0, 0), (0, 0), (rows, 0)))  # the context is read from the cache
         new = jnp.broadcast_to(jnp.arange(rows), (len(block), rows))
-        for layer, old in zip(self.layers, cache, strict=True):
-            x, h = ops.add_norm(x, product, layer.input_norm[...], c.norm_eps)
-            q, k, v = layer.project(jnp.concatenate([context, h], axis=1), angles, ops)
-            (kv,) = ops.commit((old,), ((k, v),), new, length)
-            x, product = layer.after(x, ops.attend(q[:, rows:], (k, v), mask, kv, length + count), ops)
-            updated.append(kv)
-        return ops.add_norm(x, product, self.norm[...], c.norm_eps)[1], tuple(updated)
+
+        def attend(i, q, fresh):
+            (kv,) = backend.commit((cache[i],), (fresh,), new, length)
+            return backend.attend(q[:, rows:], fresh, mask, kv, length + count), kv
+
+        ran = self.run(block, angles, attend, backend, context)
+        return ran.hidden, ran.kept
 
 
 class HeadState(NamedTuple):
@@ -101,7 +107,7 @@ class BlockDraft:
     depth: int
     rule: Rule
     graphdef: nnx.GraphDef = dataclasses.field(compare=False, repr=False)
-    backend: Ops = XLA
+    backend: XLA = PLAIN_XLA
 
     def __post_init__(self):
         if not 1 <= self.depth <= self.config.depth:
@@ -164,7 +170,7 @@ class BlockDraft:
 
 
 def build(
-    config: HeadConfig, dtype, depth: int | None = None, backend: Ops = XLA, rule: Rule | None = None
+    config: HeadConfig, dtype, depth: int | None = None, backend: XLA = PLAIN_XLA, rule: Rule | None = None
 ) -> tuple[BlockDraft, dict]:
     """Returns the pure functions of a head, and its parameters as shapes.
 

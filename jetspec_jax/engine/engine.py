@@ -61,7 +61,7 @@ class Engine:
             "capacity": geometry.capacity,
             "prefill_chunk": decoder.prefill_chunk,
             "dtype": str(target.dtype),
-            "attention": target.model.backend.attention,
+            "attention": target.model.backend.name,
             "device": jax.devices()[0].device_kind,
         } | (settings or {})
 

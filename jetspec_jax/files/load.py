@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jetspec_jax.backends import ops
+from jetspec_jax.backends.choose import resolve
 from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig, as_ids
 from jetspec_jax.drafts import block
 from jetspec_jax.files import checkpoint, pair, programs, tokenizer
@@ -69,16 +69,19 @@ class LoadedHead:
     target_fingerprint: str  # of the target that it was loaded for
 
 
-def load_target(source: str | os.PathLike, dtype: str | None = None, attention: str = "auto") -> LoadedTarget:
+def load_target(
+    source: str | os.PathLike, dtype: str | None = None, backend: str = "auto", *, attention: str | None = None
+) -> LoadedTarget:
     """Loads a target, and from then on keeps compiled programs between processes (`programs.keep`).
 
     Args:
       source: a Hugging Face folder, a .gguf file, or a hub id.
       dtype: float32, bfloat16 or float16; None keeps the file's. A GGUF file is read as f32 on a CPU, else bfloat16.
-      attention: auto, xla, cudnn or pallas, for this target and its heads; auto is the fastest that was measured.
+      backend: auto, xla, cudnn or pallas, for this target and its heads; auto is the fastest that was measured.
+      attention: the same under its old name.
 
     Raises:
-      ConfigError: something is wrong with the files, by name, or this device cannot run that attention.
+      ConfigError: something is wrong with the files, by name, or this device cannot run that backend.
     """
     begin = time.perf_counter()
     if dtype is not None:
@@ -107,8 +110,8 @@ def load_target(source: str | os.PathLike, dtype: str | None = None, attention: 
     where = str(path if path.is_file() else path / "config.json")
     config = _read_config(ModelConfig.from_hf, raw, where)
     dtype = dtype or _dtype(native, f"{where}: ")
-    how = ops.resolve(attention, dtype, config.head_dim)
-    model, shapes = qwen3.build(config, checkpoint.numpy_dtype(dtype), how)
+    computed = resolve(attention or backend, dtype, config.head_dim)
+    model, shapes = qwen3.build(config, checkpoint.numpy_dtype(dtype), computed)
     params = checkpoint.assemble(tensors, checkpoint.target_fusions(config), shapes, str(path), _warn)
     jax.block_until_ready(params)
     return LoadedTarget(

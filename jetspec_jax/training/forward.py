@@ -8,7 +8,6 @@ against all blocks is made; "cudnn" makes that mask and lets a fused kernel keep
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Literal
 
@@ -17,10 +16,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jetspec_jax.drafts.block import Head
-from jetspec_jax.layers import masks, rope
+from jetspec_jax.layers import masks
 from jetspec_jax.layers.attention import MASKED
 from jetspec_jax.layers.cache import KV
-from jetspec_jax.layers.numerics import einsum, rms_norm
+from jetspec_jax.layers.numerics import einsum
 from jetspec_jax.training import anchors as anchor_rules
 from jetspec_jax.training import teacher
 from jetspec_jax.training.anchors import Anchors
@@ -43,25 +42,22 @@ def hidden(
     """
     c = head.config
     batch, count, slots, embed = block.shape
-    context = head.context_kv(head.context(features), position)
     seen = anchor_rules.seen(anchors, document)
+    # What no block sees (padding) may be NaN, which a weight of zero would keep out of no sum and of no gradient.
+    features = jnp.where(seen.any(1)[..., None], features, 0)
+    context = head.context_kv(head.context(features), position)
     own = (masks.causal(slots) if c.causal else jnp.ones((1, slots, slots), bool))[0]
     start = jnp.take_along_axis(position, anchors.position, 1)
-    positions = (start[..., None] + jnp.arange(slots)).reshape(batch, -1)
-    angles = rope.angles(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+    angles = head.angles((start[..., None] + jnp.arange(slots)).reshape(batch, -1))
 
     # The f32 scores of a layer are larger than everything else that a step keeps, so they are always made again.
     attend = _fused if attention == "cudnn" else _attend if remat else jax.checkpoint(_attend)
 
-    def run(layer, x, kv):
-        q, k, v = layer.project(layer.normed(x), angles)
-        return layer.finish(x, attend(q, (k, v), kv, seen, own))
+    def over_context(i, q, fresh):
+        return attend(q, fresh, context[i], seen, own), None
 
     x = block.reshape(batch, count * slots, embed)
-    for layer, kv in zip(head.layers, context, strict=True):
-        through = functools.partial(run, layer)
-        x = (jax.checkpoint(through) if remat else through)(x, kv)
-    return rms_norm(x, head.norm[...], c.norm_eps).reshape(block.shape)
+    return head.run(x, angles, over_context, remat=remat).hidden.reshape(block.shape)
 
 
 def _attend(
