@@ -26,8 +26,8 @@ from jetspec_jax import speculate
 from jetspec_jax.command import Parser
 from jetspec_jax.config import ConfigError, HeadConfig, SamplingConfig, TreeConfig, default_taps
 from jetspec_jax.evals import probe
-from jetspec_jax.evals import prompts as prompt_sets
 from jetspec_jax.files import checkpoint, load, pair
+from jetspec_jax.files import prompts as prompt_files
 
 BUDGET = 16
 POOR = 1.5  # tokens a round at that budget; heads that fit commit two and more even in open chat
@@ -178,7 +178,7 @@ def _unexplained(target, head) -> str:
 def read(target, mode: bool | None, path: str | None) -> list[list[int]]:
     """Prompts of the probe: a file's first eight, our four, or some ids where there is no tokenizer."""
     if path is not None:
-        return prompt_sets.encode(target, pathlib.Path(path), mode)[:8]
+        return prompt_files.encode(target, pathlib.Path(path), mode)[:8]
     if target.tokenizer is not None:
         return [speculate.prompt_ids(target, line, thinking=mode) for line in TEXTS]
     vocab = target.config.vocab_size
