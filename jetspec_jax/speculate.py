@@ -378,7 +378,7 @@ def start(
     if not isinstance(chunk, numbers.Integral) or isinstance(chunk, bool) or chunk < 1:
         raise ConfigError(f"prefill_chunk={chunk}: give a whole number of tokens >= 1 (default {DEFAULT_CHUNK})")
     if head is not None:
-        pair.check(target, head)
+        pair.fits(target, head)
     if chat and not any(isinstance(prompt, str) for prompt in prompts):
         raise ConfigError("chat=True: token ids are taken as they are; leave the option out")
     mode = pair.thinking(target, head, thinking) if pair.rendered(prompts, chat, thinking) else None

