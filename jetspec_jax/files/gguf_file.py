@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jetspec_jax.fields import ConfigError, Fields, whole
+from jetspec_jax.fields import ConfigError, Fields, shown, whole
 from jetspec_jax.files import text
 
 MODEL_TYPES = {"llama": "llama", "qwen3": "qwen3"}
@@ -105,9 +105,8 @@ class GGUF:
         elif fields.real(own("rope.scale_linear"), 0, 1e9, 1.0) != 1.0:
             scaling = "linear"
         if scaling != "none":
-            raise ConfigError(
-                f"{self.path}: RoPE scaling {scaling!r} of a GGUF file is not supported; give the safetensors folder"
-            )
+            what = f"RoPE scaling {shown(scaling)} of a GGUF file is not supported"
+            raise ConfigError(f"{self.path}: {what}; give the safetensors folder")
         if fields.whole(own("rope.dimension_count"), default=head_dim) != head_dim:
             raise fields.wrong(own("rope.dimension_count"), f"RoPE turns whole heads of {head_dim}")
         return {

@@ -97,7 +97,9 @@ class Tokenizer:
 class StreamDecoder:
     """Turns ids into text piece by piece: the pieces join to `decode` of all ids, and none ends inside a character.
 
-    Replacement characters at the end are held back, for a token may hold a part of a character.
+    Replacement characters at the end are held back, for a token may hold a part of a character. (tokenizers'
+    DecodeStream has no end: what it holds back then is lost, so its pieces do not join to the text of ids that stop
+    inside a character.)
     """
 
     def __init__(self, tokenizer: Tokenizer):
