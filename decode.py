@@ -124,7 +124,7 @@ def main(argv: list[str]) -> int:
     """Parses, decodes, prints; returns the exit status."""
     from jetspec_jax import command
     from jetspec_jax.config import ConfigError
-    from jetspec_jax.files import programs
+    from jetspec_jax.files import xla
 
     for output in (sys.stdout, sys.stderr):  # what a narrow terminal cannot show is escaped
         if isinstance(output, io.TextIOWrapper):
@@ -132,10 +132,10 @@ def main(argv: list[str]) -> int:
     try:
         _parse(argv)
         if FLAGS.xla_flags == "print":
-            print(*programs.tested_flags(), sep="\n")
+            print(*xla.tested_flags(), sep="\n")
             return 0
         if FLAGS.xla_flags == "tested":
-            programs.apply_flags()
+            xla.apply_flags()
         tree, sampling = _configs()
         given = None if FLAGS.prompt_ids is None else command.ids("prompt_ids", FLAGS.prompt_ids)
     except ConfigError as error:

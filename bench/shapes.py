@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
 
 from jetspec_jax.backends.choose import resolve
 from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
-from jetspec_jax.drafts import block
+from jetspec_jax.drafts import block, block_files
 from jetspec_jax.drafts.block import HeadState
-from jetspec_jax.files import demo
+from jetspec_jax.files import demo, text
 from jetspec_jax.files.checkpoint import numpy_dtype
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.processors import Sampling
@@ -54,7 +53,7 @@ PAIRS = {
     "qwen3-8b": (_8B, _head(_8B, 5, (1, 9, 17, 25, 33), 151669)),
     "qwen3-0.6b": (_0_6B, _head(_0_6B, 5, (1, 7, 13, 19, 25), 151669)),
     "qwen3-30b-a3b": (_30B, _head(_30B, 8, (1, 12, 23, 34, 45), 151669)),
-    "smollm2-135m": (_135M, HeadConfig.from_hf(json.loads((demo.head_folder() / "config.json").read_text()))),
+    "smollm2-135m": (_135M, block_files.config(text.read_json(demo.head_folder() / "config.json"), "demo head")),
     "tiny": (_TINY, _head(_TINY, 1, (0, 1), 511)),
     "tiny-moe": (_TINY_MOE, _head(_TINY_MOE, 1, (0, 1), 511)),
 }  # smollm2-135m is the demo pair, the tiny ones are smoke runs for a CPU

@@ -40,8 +40,8 @@ from jetspec_jax.backends.xla import PLAIN_XLA
 from jetspec_jax.command import Parser
 from jetspec_jax.config import MIN_TEMPERATURE, ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
-from jetspec_jax.evals import prompts as prompt_sets
 from jetspec_jax.files import demo, load, pair
+from jetspec_jax.files import prompts as prompt_files
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.state import State
 
@@ -320,7 +320,7 @@ def read(target, head, args) -> tuple[list[list[int]], int]:
     """
     asked = None if args.thinking is None else args.thinking == "on"
     mode = pair.thinking(target, head, asked)
-    files = [prompt_sets.encode(target, pathlib.Path(path), mode) for path in args.prompts]
+    files = [prompt_files.encode(target, pathlib.Path(path), mode) for path in args.prompts]
     ids = [row for rows in files for row in acceptance.short(rows, args.limit, args.max_prompt_tokens)]
     if not ids:
         raise ConfigError(f"--max_prompt_tokens={args.max_prompt_tokens}: no prompt of {args.prompts[0]} is that short")

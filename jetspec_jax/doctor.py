@@ -25,9 +25,11 @@ import numpy as np
 from jetspec_jax import speculate
 from jetspec_jax.command import Parser
 from jetspec_jax.config import ConfigError, HeadConfig, SamplingConfig, TreeConfig, default_taps
+from jetspec_jax.drafts import families
 from jetspec_jax.evals import probe
-from jetspec_jax.evals import prompts as prompt_sets
 from jetspec_jax.files import checkpoint, load, pair
+from jetspec_jax.files import prompts as prompt_files
+from jetspec_jax.files import text as files_text
 
 BUDGET = 16
 POOR = 1.5  # tokens a round at that budget; heads that fit commit two and more even in open chat
@@ -80,7 +82,7 @@ def compare(target, config: HeadConfig, metadata: dict[str, Any]) -> list[Findin
         say("fingerprint", "ok", stored)
     else:
         say("fingerprint", "note", f"trained for files with {stored}, these have {target.fingerprint}")
-    for line in pair.oddities(config, metadata):
+    for line in pair.oddities(config, metadata).values():
         say("jetspec.json", "note", line)
     return found
 
@@ -178,7 +180,7 @@ def _unexplained(target, head) -> str:
 def read(target, mode: bool | None, path: str | None) -> list[list[int]]:
     """Prompts of the probe: a file's first eight, our four, or some ids where there is no tokenizer."""
     if path is not None:
-        return prompt_sets.encode(target, pathlib.Path(path), mode)[:8]
+        return prompt_files.encode(target, pathlib.Path(path), mode)[:8]
     if target.tokenizer is not None:
         return [speculate.prompt_ids(target, line, thinking=mode) for line in TEXTS]
     vocab = target.config.vocab_size
@@ -198,9 +200,12 @@ def examine(source: str, head_source: str, dtype: str | None, prompts: str | Non
     figures: dict[str, Any] = {}
     try:
         warnings: list[str] = []
-        config = HeadConfig.from_hf(checkpoint.read_json(where), str(where), warnings.append)
+        raw = files_text.read_json(where)
+        family = families.of_config(raw, str(where))
+        assert family.config is not None  # it has files
+        config = family.config(raw, str(where), warnings.append)
         meta = path / checkpoint.HEAD_META
-        findings += compare(target, config, checkpoint.read_json(meta) if meta.is_file() else {})
+        findings += compare(target, config, files_text.read_json(meta) if meta.is_file() else {})
         findings += [Finding("config", "note", line) for line in warnings]
         head = load.load_head(head_source, target)
     except ConfigError as error:

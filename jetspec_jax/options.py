@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
+
+from jetspec_jax.fields import ConfigError, real, shown, whole
 
 TREE_BUILDERS = ("best_first", "accum_logp")
+DTYPES = ("float32", "bfloat16", "float16")  # that weights may have
 MIN_TEMPERATURE = 1e-4  # anything colder is greedy
 MAX_BUDGET = 1024  # a tree's mask and search grow with its square
 SHARPNESS = 0.85  # by measurement on the demo pair (docs/measurements.md), together with sampling.NOISE_SHARE
-
-
-class ConfigError(ValueError):
-    """A value that the user gave is wrong; the message is one line for the user."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +42,7 @@ class TreeConfig:
 
     def __post_init__(self):
         if self.builder not in TREE_BUILDERS:
-            raise ConfigError(f"tree={self.builder!r}: choose one of {', '.join(TREE_BUILDERS)}")
+            raise ConfigError(f"tree={shown(self.builder)}: choose one of {', '.join(TREE_BUILDERS)}")
         for name in ("budget", "width", "depth"):
             _check_budget(name, getattr(self, name))
         _check_real(self, "sharpness", 0, 100, "(0 ranks without the noise)")
@@ -111,32 +109,33 @@ class SamplingConfig:
             value = getattr(self, name)
             if not whole(value) or not 0 <= value < 2**31:
                 off = " (0 keeps all)" if name == "top_k" else ""
-                raise ConfigError(f"{name}={value!r}: give a whole number >= 0{off}")
+                raise ConfigError(f"{name}={shown(value)}: give a whole number >= 0{off}")
         if self.min_new_tokens > self.max_new_tokens:
             raise ConfigError(
                 f"min_new_tokens={self.min_new_tokens} contradicts max_new_tokens={self.max_new_tokens}; "
                 "give at most as many"
             )
-        if not _real(self.temperature) or not 0 <= self.temperature <= 1e30:
-            raise ConfigError(f"temperature={self.temperature!r}: give a finite number >= 0 (0 is greedy)")
+        if not real(self.temperature) or not 0 <= self.temperature <= 1e30:
+            raise ConfigError(f"temperature={shown(self.temperature)}: give a finite number >= 0 (0 is greedy)")
         if not whole(self.seed) or not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed={self.seed!r}: give a whole number in 0..{2**32 - 1}")
-        if not _real(self.top_p) or not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={self.top_p!r}: give a number in (0, 1] (1 keeps all)")
+            raise ConfigError(f"seed={shown(self.seed)}: give a whole number in 0..{2**32 - 1}")
+        if not real(self.top_p) or not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p={shown(self.top_p)}: give a number in (0, 1] (1 keeps all)")
         _check_real(self, "min_p", 0, 1, "(0 keeps all)")
-        if not _real(self.repetition_penalty) or not 0 < self.repetition_penalty <= 1e6:
-            raise ConfigError(f"repetition_penalty={self.repetition_penalty!r}: give a number in (0, 1e6] (1 is off)")
+        if not real(self.repetition_penalty) or not 0 < self.repetition_penalty <= 1e6:
+            value = shown(self.repetition_penalty)
+            raise ConfigError(f"repetition_penalty={value}: give a number in (0, 1e6] (1 is off)")
         _check_real(self, "presence_penalty", -1e6, 1e6, "(0 is off)")
         _check_real(self, "frequency_penalty", -1e6, 1e6, "(0 is off)")
         for name in ("ignore_eos", "include_stop_text", "logprobs"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r}: give true or false")
+                raise ConfigError(f"{name}={shown(getattr(self, name))}: give true or false")
         if self.eos is not None and not _ids(self.eos):
-            raise ConfigError(f"eos={self.eos!r}: give a tuple of token ids, or None for the target's own")
+            raise ConfigError(f"eos={shown(self.eos)}: give a tuple of token ids, or None for the target's own")
         if self.ignore_eos and self.eos:
             raise ConfigError(f"ignore_eos contradicts eos={self.eos}; leave one of them out")
         if not _ids(self.stop_token_ids):
-            raise ConfigError(f"stop_token_ids={self.stop_token_ids!r}: give a list of token ids")
+            raise ConfigError(f"stop_token_ids={shown(self.stop_token_ids)}: give a list of token ids")
         _check_budget("budget", self.budget)
         put = lambda name, value: object.__setattr__(self, name, value)  # frozen, and hashable from here on
         put("eos", None if self.eos is None else tuple(self.eos))
@@ -148,7 +147,7 @@ class SamplingConfig:
     def _stop(self) -> tuple[str, ...]:
         given = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(given, tuple | list) or not all(isinstance(s, str) and s for s in given):
-            raise ConfigError(f"stop={self.stop!r}: give a text of at least one character, or a list of them")
+            raise ConfigError(f"stop={shown(self.stop)}: give a text of at least one character, or a list of them")
         _check_text("stop", given)
         return tuple(given)
 
@@ -161,7 +160,7 @@ class SamplingConfig:
         except (TypeError, ValueError, OverflowError):
             found = {}
         if len(found) != len(pairs) or not all(map(math.isfinite, found.values())):
-            raise ConfigError(f"logit_bias={given!r}: give {{token id: finite number}}, each token once")
+            raise ConfigError(f"logit_bias={shown(given)}: give {{token id: finite number}}, each token once")
         return tuple(sorted(found.items()))
 
     def _bad_words(self) -> tuple[str | tuple[int, ...], ...]:
@@ -169,16 +168,8 @@ class SamplingConfig:
         if isinstance(given, tuple | list) and all((isinstance(w, str) or _ids(w)) and w for w in given):
             _check_text("bad_words", given)
             return tuple(w if isinstance(w, str) else tuple(w) for w in given)
-        raise ConfigError(f"bad_words={given!r}: give a list of texts or of sequences of token ids, none of them empty")
-
-
-def whole(value: Any) -> TypeGuard[int]:
-    """Whether a value is a whole number; true and false are not."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _real(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+        need = "give a list of texts or of sequences of token ids, none of them empty"
+        raise ConfigError(f"bad_words={shown(given)}: {need}")
 
 
 def _ids(value: Any) -> bool:
@@ -188,15 +179,16 @@ def _ids(value: Any) -> bool:
 def _check_text(name: str, values: Iterable[Any]) -> None:
     for text in values:
         if isinstance(text, str) and any("\ud800" <= c <= "\udfff" for c in text):
-            raise ConfigError(f"{name}={text!r}: not Unicode text (half a surrogate pair, or bytes that are not UTF-8)")
+            why = "not Unicode text (half a surrogate pair, or bytes that are not UTF-8)"
+            raise ConfigError(f"{name}={shown(text)}: {why}")
 
 
 def _check_real(config, name: str, low: float, high: float, hint: str) -> None:
     value = getattr(config, name)
-    if not _real(value) or not low <= value <= high:
-        raise ConfigError(f"{name}={value!r}: give a number in {low:g}..{high:g} {hint}")
+    if not real(value) or not low <= value <= high:
+        raise ConfigError(f"{name}={shown(value)}: give a number in {low:g}..{high:g} {hint}")
 
 
 def _check_budget(name: str, value: Any) -> None:
     if value is not None and not (whole(value) and 1 <= value <= MAX_BUDGET):
-        raise ConfigError(f"{name}={value!r}: give a whole number in 1..{MAX_BUDGET}")
+        raise ConfigError(f"{name}={shown(value)}: give a whole number in 1..{MAX_BUDGET}")

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple, overload
 from jetspec_jax.engine import geometry, requests
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.geometry import DEFAULT_BUDGET, Geometry
-from jetspec_jax.engine.requests import Prompt, check, prompt_ids
+from jetspec_jax.engine.requests import check
 from jetspec_jax.engine.rows import Result, Row
-from jetspec_jax.files import pair
+from jetspec_jax.files import inputs, pair
+from jetspec_jax.files.inputs import Prompt, prompt_ids
 from jetspec_jax.loop.decoder import DEFAULT_CHUNK, Decoder, prefill, prefill_recorded, rounds, step, step_recorded
 from jetspec_jax.loop.plain import PLAIN
 from jetspec_jax.loop.state import Request, Round, State
@@ -113,7 +114,7 @@ def generate(
       ConfigError: a prompt, option or length is wrong; nothing has been computed then.
       DecodeError: the target's logits are finite in no row.
     """
-    listed, single = requests.listed(prompts)
+    listed, single = inputs.listed(prompts)
     engine = start(target, head, listed, tree, sampling, chat, thinking=thinking, prefill_chunk=prefill_chunk)
     results = engine.finish()
     if all(result.error for result in results):
@@ -136,7 +137,7 @@ def stream(
 
     Arguments and errors are those of `generate`, for one prompt.
     """
-    listed, single = requests.listed(prompt)
+    listed, single = inputs.listed(prompt)
     if not single:
         raise ConfigError(f"prompt: a list of {len(listed)} prompts; a stream decodes one, `generate` takes lists")
     engine = start(
@@ -166,14 +167,14 @@ def start(
       target, head, prompts, tree, sampling, chat, thinking, prefill_chunk: as of `generate`.
       watch: whether the text of every row is kept up to date, as streaming needs it.
     """
-    prompts, _ = requests.listed(prompts)
+    prompts, _ = inputs.listed(prompts)
     if head is not None and not hasattr(head, "draft"):
         raise ConfigError(f"head={type(head).__name__}: give what load_head returns, or None for plain decoding")
     if not isinstance(tree, TreeConfig | None):
         raise ConfigError(f"tree={tree!r}: give a TreeConfig, or None")
     options, chunk = _options(sampling, len(prompts)), _chunk(prefill_chunk)
     if head is not None:
-        pair.check(target, head)
+        pair.fits(target, head)
     if chat and not any(isinstance(prompt, str) for prompt in prompts):
         raise ConfigError("chat=True: token ids are taken as they are; leave the option out")
     mode = pair.thinking(target, head, thinking) if pair.rendered(prompts, chat, thinking) else None

@@ -17,6 +17,7 @@ from jetspec_jax.engine import programs, requests
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.geometry import Geometry, Words, power, used
 from jetspec_jax.engine.rows import Row
+from jetspec_jax.files import inputs
 from jetspec_jax.loop.decoder import Decoder, rounds
 from jetspec_jax.loop.plain import PLAIN
 from jetspec_jax.loop.tree import Rule
@@ -139,7 +140,7 @@ ONE, TWO = [1, 2, 3], [[1, 2, 3], [4]]
     ids=repr,
 )
 def test_prompts_are_read(given, prompts, single):
-    assert requests.listed(given) == (prompts, single)
+    assert inputs.listed(given) == (prompts, single)
 
 
 @pytest.mark.parametrize(

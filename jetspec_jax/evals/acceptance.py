@@ -2,7 +2,7 @@
 
     python -m jetspec_jax.evals.acceptance --prompts gsm8k.jsonl mbpp.jsonl --budget 64
 
-Each file is JSONL as `decode.py --prompt_file` reads it (`jetspec_jax.evals.prompts` writes the usual sets). The first
+Each file is JSONL as `decode.py --prompt_file` reads it (`jetspec_jax.evals.formats` writes the usual sets). The first
 `--limit` prompts of at most `--max_prompt_tokens` tokens are decoded in batches; rounds are pooled over prompts, and
 the interval is a 95 % bootstrap over prompts. Prints a table, then one JSON line, which also has each prompt's length
 and how often a round reached each drafted position.
@@ -22,8 +22,8 @@ import numpy as np
 
 from jetspec_jax import baseline, speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
-from jetspec_jax.evals import prompts as prompt_sets
 from jetspec_jax.files import demo, load, pair
+from jetspec_jax.files import prompts as prompt_files
 
 
 def measure(target, head, prompts: list[list[int]], tree: TreeConfig, sampling: SamplingConfig, batch: int) -> dict:
@@ -95,7 +95,7 @@ def differing(target, prompts, outputs, sampling: SamplingConfig, batch: int) ->
 
 def read(target, path: str, limit: int, max_prompt_tokens: int, thinking: bool | None = None) -> list[list[int]]:
     """Token ids of the first `limit` prompts that are short enough."""
-    return short(prompt_sets.encode(target, pathlib.Path(path), thinking), limit, max_prompt_tokens)
+    return short(prompt_files.encode(target, pathlib.Path(path), thinking), limit, max_prompt_tokens)
 
 
 def short(prompts: list[list[int]], limit: int, most: int) -> list[list[int]]:

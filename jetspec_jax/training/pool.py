@@ -23,7 +23,7 @@ from typing import Any
 
 from jetspec_jax.command import Parser
 from jetspec_jax.config import ConfigError
-from jetspec_jax.evals import prompts
+from jetspec_jax.evals import formats
 from jetspec_jax.training import chat_topics, code_prompts, files
 
 SHARED_WORDS = 16  # in a row, with a benchmark's prompt: too close
@@ -41,9 +41,9 @@ def build(
     functions = code_prompts.collect(per_package) if code else []
     functions.sort(key=lambda f: code_prompts.digest(f.code))
     candidates = itertools.chain(
-        _numbered("gsm8k_train", data / "gsm8k/train.jsonl", lambda r: prompts.reasoning(r["question"]), "answer"),
-        _numbered("math_train", data / "math_train/train.jsonl", lambda r: prompts.reasoning(r["problem"]), "solution"),
-        _numbered("mbpp_rest", data / "mbpp/rest.jsonl", lambda r: prompts.tested(r["text"], r["test_list"]), "code"),
+        _numbered("gsm8k_train", data / "gsm8k/train.jsonl", lambda r: formats.reasoning(r["question"]), "answer"),
+        _numbered("math_train", data / "math_train/train.jsonl", lambda r: formats.reasoning(r["problem"]), "solution"),
+        _numbered("mbpp_rest", data / "mbpp/rest.jsonl", lambda r: formats.tested(r["text"], r["test_list"]), "code"),
         ((f"code_{f.package}", i, code_prompts.prompt(f), "") for i, f in enumerate(functions[:code])),
         ((*prompt, "") for prompt in chat(chat_prompts)),
     )
@@ -58,7 +58,7 @@ def build(
             continue
         known.add(key)
         counts[source] += 1
-        row = prompts.message(f"{source}/{number}", text)
+        row = formats.message(f"{source}/{number}", text)
         if answers and answer:
             row["messages"].append({"role": "assistant", "content": answer})
         rows.append(row)
@@ -93,8 +93,8 @@ class Forbidden:
     def __init__(self, data: Path):
         self._whole: set[str] = set()
         self._runs: set[str] = set()
-        for name in prompts.BENCHMARKS:
-            for row in prompts.load(name, data):
+        for name in formats.BENCHMARKS:
+            for row in formats.load(name, data):
                 found = words(row["messages"][0]["content"])
                 self._whole.add(" ".join(found))
                 self._runs.update(_runs(found))
@@ -112,7 +112,7 @@ class Forbidden:
 
 def words(text: str) -> list[str]:
     """Lower-case words without the fixed wordings around a task, which all rows of a format share."""
-    for fixed in (prompts.BOXED, prompts.function("").split("\n")[0], prompts.contest("").split("\n")[0]):
+    for fixed in (formats.BOXED, formats.function("").split("\n")[0], formats.contest("").split("\n")[0]):
         text = text.replace(fixed, " ")
     return re.findall(r"\w+", text.lower())
 
@@ -122,7 +122,7 @@ def _runs(found: list[str]) -> Iterator[str]:
 
 
 def _numbered(source: str, path: Path, text, answer: str) -> Iterator[tuple[str, int, str, str]]:
-    return ((source, i, text(row), row.get(answer, "")) for i, row in enumerate(prompts.read(path)))
+    return ((source, i, text(row), row.get(answer, "")) for i, row in enumerate(formats.read(path)))
 
 
 def main(argv: list[str]) -> int:
@@ -145,7 +145,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"--out={options.out}: a folder; give the name of a file")
         rows, counts = build(options.data, options.code, options.per_package, options.chat, options.answers)
         with files.whole(options.out) as unfinished:
-            prompts.write(unfinished, rows)
+            formats.write(unfinished, rows)
     except (ConfigError, OSError) as error:
         print(f"pool: {error}", file=sys.stderr)
         return 1
