@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import HEAD, WIDTH, recipe, target
+import training_oracle as oracle
+from small import HEAD, WIDTH, example, random_params, recipe, start, target
 
 from jetspec_jax import speculate
 from jetspec_jax.config import SamplingConfig, TreeConfig
@@ -68,3 +69,28 @@ def test_evaluation_counts_rounds_depths_and_ranks():
     assert got["every_anchor"] == {"4": 1.5, "8": 1.75} and got["anchors"] == 4
     assert got["agreement"] == [0.25, pytest.approx(1 / 3, abs=1e-4)]
     assert got["conditional"][0][:3] == [0.25, 0.25, 0.25] and got["conditional"][1][:4] == [0, 0.5, 0, 0.5]
+
+
+def test_the_report_equals_trees_that_are_walked_one_by_one(answered):
+    """Answers of the target with other tokens put in, packed: what follows such a token in a block is not known."""
+    known = answer_store.learnable(answer_store.read(answered[0]), [f"p/{i}" for i in range(5)], False)[0]
+    draw = np.random.default_rng(1)
+    for e in known:
+        odd = draw.choice(np.flatnonzero(e.learnt), max(1, e.learnt.sum() // 5), replace=False)
+        e.tokens[odd] = draw.integers(4, 48, odd.size)
+    packed = packing.pack([*known, example("short", [4, 5, 6, 7], 1)], WIDTH)
+    r = recipe()
+    params, scale = random_params(start(r).params, 4), jnp.linspace(0.5, 3, 32)
+    params["fc"] = params["fc"] * 3
+    got = evaluation.measure(r, target().params, scale, params, packed, (4, 16, 48), 12, 2)
+    folded = params | {"fc": params["fc"] / scale[:, None]}
+    wanted = oracle.acceptance(r, target().params, folded, packed, (4, 16, 48), 12)
+    assert got["anchors"] == wanted["anchors"] > 20
+    for name in ("acceptance", "every_anchor"):
+        assert got[name] == pytest.approx(wanted[name]), name
+    assert got["agreement"] == wanted["agreement"] and got["conditional"] == wanted["conditional"]
+    assert (
+        got["acceptance"]["48"] > 1.2
+        and got["every_anchor"]["48"] > got["every_anchor"]["16"]
+        and got["conditional"][1][0] < 1
+    )
