@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from jetspec_jax.config import ConfigError
 from jetspec_jax.training.step import TrainState
 
 KEPT = 2  # newest states
+PATTERN = set("*?[]{}\\")  # orbax takes a path for a pattern where it puts a checkpoint together: it gets a link then
 
 
 def any_saved(folder: Path) -> bool:
@@ -33,10 +35,15 @@ class Checkpoints:
     def __init__(self, folder: Path):
         folder = folder.resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+        self._folder, self._link = folder, None
+        place = folder
+        if set(str(folder)) & PATTERN:
+            self._link = tempfile.TemporaryDirectory(prefix="jetspec-")
+            place = Path(self._link.name) / "run"
+            place.symlink_to(folder, target_is_directory=True)
         options = ocp.CheckpointManagerOptions
-        self._states = ocp.CheckpointManager(folder / "states", options=options(max_to_keep=KEPT))
-        self._best = ocp.CheckpointManager(folder / "best", options=options(max_to_keep=1))
+        self._states = ocp.CheckpointManager(place / "states", options=options(max_to_keep=KEPT))
+        self._best = ocp.CheckpointManager(place / "best", options=options(max_to_keep=1))
 
     def __enter__(self) -> Checkpoints:
         self._quiet = contextlib.ExitStack()
@@ -47,6 +54,8 @@ class Checkpoints:
         with self._quiet:
             self._states.close()
             self._best.close()
+        if self._link:
+            self._link.cleanup()
 
     def save(self, step: int, state: TrainState, notes: dict[str, Any]) -> None:
         """Copies the state off the device and writes it in the background; notes: plain values beside it."""

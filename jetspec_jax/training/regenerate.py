@@ -33,7 +33,7 @@ from jetspec_jax.loop.decoder import NONFINITE, STOP
 from jetspec_jax.loop.sampling import Sampling
 from jetspec_jax.training import files
 from jetspec_jax.training.data import answers as store
-from jetspec_jax.training.data import examples, rows
+from jetspec_jax.training.data import rows, turns
 from jetspec_jax.training.data.answers import Answers
 
 PROMPT_STEP = 128  # padded prompt widths are multiples of this: one prefill program each
@@ -68,12 +68,12 @@ def ask(target, source, longest: int, thinking: bool | None, limit: int = 0) -> 
             break
         try:
             if row.identity in known:
-                raise examples.Unusable("the id of an earlier row")
-            messages = examples.question(row.value)
+                raise turns.Unusable("the id of an earlier row")
+            messages = turns.question(row.value)
             ids = target.tokenizer.encode_chat(messages, thinking)
             if len(ids) > longest:
-                raise examples.Unusable(f"a prompt of more than {longest} tokens")
-        except (examples.Unusable, ConfigError) as reason:
+                raise turns.Unusable(f"a prompt of more than {longest} tokens")
+        except (turns.Unusable, ConfigError) as reason:
             found.skipped[str(reason)] += 1
             continue
         known.add(row.identity)

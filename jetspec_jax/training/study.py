@@ -35,7 +35,7 @@ from jetspec_jax.evals import acceptance
 from jetspec_jax.files import demo, load, pair
 from jetspec_jax.training import files, loop, options, pipeline, regenerate, settings
 from jetspec_jax.training.data import answers as answer_store
-from jetspec_jax.training.data import examples, rows
+from jetspec_jax.training.data import examples, rows, turns
 from jetspec_jax.training.settings import Settings
 
 Log = Callable[[str], None]
@@ -161,8 +161,8 @@ def _select(target, config: Settings, out: Path) -> None:
     given: dict[str, rows.Row] = {}
     for row in rows.read(config.data):
         try:
-            said = [turn["role"] for turn in examples.conversation(row.value)]
-        except examples.Unusable:
+            said = [turn["role"] for turn in turns.conversation(row.value)]
+        except turns.Unusable:
             continue
         if said[-1] == "assistant" and said.count("assistant") == 1:
             given.setdefault(row.identity, row)
