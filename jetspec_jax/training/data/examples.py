@@ -69,10 +69,17 @@ def build(
     longest: int,
     thinking: bool | None,
     text: str,
+    drop_truncated: bool = False,
 ) -> tuple[list[Example], Report]:
-    """Examples of at most `longest` tokens; a longer row is cut, and dropped where nothing learnt is left.
+    """Returns examples of at most `longest` tokens; a longer row is cut, and dropped where nothing learnt is left.
 
-    text: "all" learns all of a {"text"} row; "assistant" only what lies between the template's marks.
+    Args:
+      rows: of a data set.
+      tokenizer: of the target, with its end tokens `eos`.
+      longest: tokens of an example.
+      thinking: switch of the chat template.
+      text: "all" learns all of a {"text"} row; "assistant" only what lies between the template's marks.
+      drop_truncated: leave out a row that would be cut.
 
     Raises:
       ConfigError: no row gives anything to learn from; the line shows one.
