@@ -55,3 +55,24 @@ def answered(tmp_path_factory):
     prompts = [[5, 6, 7], [9] * 9, [8, 2], [11, 12, 13, 14], [4, 4]]
     assert regenerate.regenerate(small.target(), prompts, folder, **ANSWERS)
     return folder, prompts, ANSWERS
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """A finished work folder of the tiny target and the settings that made it; tests go on in a copy."""
+    import json
+
+    import small
+
+    from jetspec_jax.files import load
+    from jetspec_jax.training import pipeline, settings
+
+    folder = tmp_path_factory.mktemp("finished")
+    asked = folder / "prompts.jsonl"
+    asked.write_text(json.dumps({"messages": [{"role": "user", "content": "ab"}]}) + "\n")
+    given = small.RUN | {"data": str(small.questions(folder)), "decode_prompts": str(asked), "decode_budget": 4}
+    log = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "load_target", lambda source, dtype: small.target())
+        assert pipeline.run(settings.make(given, "c"), folder / "run", log.append)
+    return folder / "run", given, log

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -142,3 +143,31 @@ def test_wrong_numbers_of_the_answers_command(option, message, tmp_path, capsys)
     with pytest.raises(SystemExit) if "no such" in message else contextlib.nullcontext():
         assert regenerate.main(["--prompts=p.jsonl", f"--out={tmp_path}", option]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_sampled_answers_differ_by_sample_and_come_after_the_greedy_ones(answered, tmp_path):
+    _, prompts, args = answered
+    assert regenerate.regenerate(target(), prompts, tmp_path, **args, samples=2, temperature=3.0)
+    found = answer_store.read(tmp_path)
+    assert found.sample.tolist() == [0] * 5 + [1] * 5 + [2] * 5
+    said = {(p, s): row.tolist() for p, s, row in zip(found.prompt, found.sample, found.rows(), strict=True)}
+    greedy = answer_store.read(answered[0])
+    assert [said[p, 0] for p in greedy.prompt] == [row.tolist() for row in greedy.rows()]
+    assert all(said[p, 1] != said[p, 2] and said[p, 0] not in (said[p, 1], said[p, 2]) for p in range(5))
+
+
+def test_answers_that_the_limit_cut_can_be_left_out(tmp_path):
+    one = lambda *x: np.array(x)
+    bodies = [[5, 6, 7, 1], [5, 6, 7, 8], [5, 6, *[9, 8] * 20]]
+    length = one(*(len(b) for b in bodies))
+    known = answer_store.join(
+        [np.array(b) for b in bodies], one(0, 1, 2), one(0, 0, 0), one(2, 2, 2), length, one(True, False, False),
+        one(False, False, False),
+    )  # fmt: skip
+    names = lambda **more: [e.identity for e in answer_store.learnable(known, ["a", "b", "c"], True, **more)[0]]
+    assert names() == ["a", "b", "c"] and names(drop_truncated=True) == ["a"]
+    assert answer_store.learnable(known, ["a", "b", "c"], True, True)[1] == {"cut at the limit": 2}
+    asked = regenerate.Prompts(["a", "b", "c"], [[], [], []], [[5, 6]] * 3, Counter())
+    for drop, count in ((False, 3), (True, 1)):
+        regenerate.write_rows(tmp_path / "a.jsonl", target(), asked, known, drop)
+        assert len((tmp_path / "a.jsonl").read_text().splitlines()) == count

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import shutil
+import sys
 import types
 from xml.etree import ElementTree
 
@@ -22,50 +24,61 @@ from small import (
 
 from jetspec_jax.config import ConfigError
 from jetspec_jax.files import load
-from jetspec_jax.training import files, gather, loop, manifest, pipeline, plot, regenerate, settings, step
+from jetspec_jax.training import (
+    export,
+    files,
+    gather,
+    journal,
+    loop,
+    manifest,
+    pipeline,
+    plot,
+    regenerate,
+    settings,
+    step,
+)
 from jetspec_jax.training.data import answers as answer_store
 from jetspec_jax.training.data import packing, rows
 from jetspec_jax.training.objectives import block as learns
 
 
-def test_the_pipeline_leaves_a_head_that_loads_bit_equal(loaded, tmp_path):
-    data = questions(tmp_path)
-    asked = tmp_path / "prompts.jsonl"
-    asked.write_text(json.dumps({"messages": [{"role": "user", "content": "ab"}]}) + "\n")
-    given = RUN | {"data": str(data), "decode_prompts": str(asked), "decode_budget": 4}
-    config = settings.make(given, "c")
-    log = []
-    assert pipeline.run(config, tmp_path / "run", log.append)
+@pytest.fixture
+def resumed(finished, tmp_path, loaded):
+    """A copy of the finished work folder, and its settings."""
+    return shutil.copytree(finished[0], tmp_path / "run"), finished[1]
+
+
+def test_the_pipeline_leaves_a_head_that_loads_bit_equal(finished, resumed):
+    work, given = resumed
+    config, log = settings.make(given, "c"), finished[2]
     assert any(line.startswith("decode: acceptance length") for line in log)
-    folder = tmp_path / "run" / "head"
+    folder = work / "head"
     head = load.load_head(folder, target())
     assert head.config == dataclasses.replace(learns.configure(config, MODEL), dtype="bfloat16")
     assert head.metadata["target_fingerprint"] == "f00d" and head.metadata["training_length"] < WIDTH
-    card, stored = (folder / "README.md").read_text(), answer_store.read(tmp_path / "run" / "answers")
+    card, stored = (folder / "README.md").read_text(), answer_store.read(work / "answers")
     assert "12 prompts, of which 0 were left out; 12 greedy answers" in card and "Unfinished" not in card
     longest = max(e.tokens.size for e in answer_store.learnable(stored, [""] * 12, False)[0])
     assert f"| longest row in training | {head.metadata['training_length']} tokens |" in card
     assert head.metadata["training_length"] == longest
     assert "| s | 11 |" in card and "license: unknown" in card and "11 examples with" in card and "1 held out" in card
     assert "causal, mask token 3" in card and "held-out, budget 4" in card
-    scale = jnp.asarray(np.load(tmp_path / "run" / "scale.npy"))
-    with loop.Checkpoints(tmp_path / "run" / "train") as checkpoints:
+    scale = jnp.asarray(np.load(work / "scale.npy"))
+    with loop.Checkpoints(work / "train") as checkpoints:
         like = jax.jit(lambda n: step.init(recipe(), n))(target().params["norm"])
         params = (checkpoints.restore_best(like.params, print) or pytest.fail("no best head"))[0]
     wanted = jax.tree.map(lambda x: x.astype(jnp.float32), learns.fold(params, scale, "bfloat16"))
     jax.tree.map(np.testing.assert_array_equal, head.params, wanted)
 
-    log.clear()
-    assert pipeline.run(config, tmp_path / "run", log.append)
+    log = []
+    assert pipeline.run(config, work, log.append)
     assert not any("batch 1/" in line for line in log) and any("going on at step 2" in line for line in log)
     jax.tree.map(np.testing.assert_array_equal, load.load_head(folder, target()).params, head.params)
 
 
-def test_another_recipe_than_the_checkpoints_is_refused_by_name(loaded, tmp_path):
-    data = questions(tmp_path)
-    given = RUN | {"data": str(data), "eval_sequences": 0}
-    go = lambda **change: pipeline.run(settings.make(given | change, "c"), tmp_path / "run", lambda line: None)
-    assert go()
+def test_another_recipe_than_the_checkpoints_is_refused_by_name(resumed):
+    work, given = resumed
+    go = lambda **change: pipeline.run(settings.make(given | change, "c"), work, lambda line: None)
     for change, line in [
         ({"tap_layers": (1, 0)}, "--config.tap_layers=1,0: "),
         (
@@ -79,13 +92,53 @@ def test_another_recipe_than_the_checkpoints_is_refused_by_name(loaded, tmp_path
     ]:
         with pytest.raises(ConfigError, match=line):
             go(**change)
-    assert go(log_every=2, save_every=1, features="online", accumulate=2)
+    assert go(log_every=2, save_every=1, features="online", accumulate=2, decode_prompts="")
 
     # Without its scale the run cannot go on; another one would move its coordinates.
-    scale = tmp_path / "run" / "scale.npy"
+    scale = work / "scale.npy"
     scale.write_bytes(scale.read_bytes()[:-9])
     with pytest.raises(ConfigError, match=r"scale.npy: cannot be read .*; copy it back, or use a new --workdir"):
         go()
+
+
+def test_the_card_says_what_was_measured_at_which_step(finished):
+    folder = finished[0]
+    card, records = (folder / "head" / "README.md").read_text(), journal.read(folder / "train")
+    saved = json.loads((folder / "head" / "jetspec.json").read_text())["training_steps"]
+    rows = {r["step"]: r["heldout"]["acceptance"]["4"] for r in records}
+    assert rows.keys() == {1, 2} and f"| **{saved} (this head)** |" in card
+    for line in card.splitlines():
+        if line.startswith(("| 1 |", "| 2 |", "| **")):
+            number = int(line.split("|")[1].strip(" *").split()[0])
+            assert line.endswith(f" {rows[number]:.2f} |")
+    decoded = json.loads((folder / "decode.json").read_text())
+    assert f"acceptance length {decoded['acceptance_length']:.2f}" in card and "prompts of `prompts.jsonl`" in card
+    assert f"{jax.device_count()} x {jax.devices()[0].device_kind}" in card and "budget 4" in card
+    assert "called from Python" in card and "not evaluated" not in card
+    assert (folder / "head" / "curves.svg").read_text().count("<polyline") == 4
+
+
+def test_the_card_of_other_runs(monkeypatch):
+    record = lambda at, **more: {"step": at, "loss": 1.0, "run_length": 1.5, "first_hit": 0.5} | more
+    judged = lambda at: record(at, heldout={"acceptance": {"16": float(at)}})
+    table = export._figures([judged(i) if i % 5 == 0 else record(i) for i in range(1, 101)], 55)
+    assert "| **55 (this head)** | 1.000 | 1.50 | 0.50 | 55.00 |" in table and "| 100 |" in table
+    assert len(table.splitlines()) <= 2 + 9 and "not evaluated" not in table
+    late = export._figures([judged(5), record(7)], 7)
+    assert "Step 7, the one of this head, was not evaluated on held-out prompts." in late and "| 7 |" not in late
+    assert "evals.acceptance" in export._acceptance(None)
+    monkeypatch.setattr(sys, "argv", ["/x/train.py", "--config", "a b.py", "--config.steps=3"])
+    assert export._command().startswith("`python train.py --config 'a b.py' --config.steps=3`")
+    sources = {"gsm8k_train": 1, "math_train": 1, "mbpp_rest": 1, "code_numpy": 1, "rows": 1}
+    text = export._sources({"sources": {name: {"examples": 1, "tokens": 2} for name in sources}})
+    for licence in ("GSM8K, train split: MIT", "MATH, train split: MIT", "CC-BY-4.0", "numpy (BSD-3-Clause)"):
+        assert licence in text
+
+
+def test_fewer_held_out_prompts_than_asked_for_are_said(loaded, tmp_path):
+    log, given = [], RUN | {"data": str(questions(tmp_path)), "until": "answers", "heldout": 5}
+    assert pipeline.run(settings.make(given, "c"), tmp_path / "run", log.append)
+    assert "data: 1 of 12 prompts held out, not 5: a tenth is the most (heldout)" in log
 
 
 def test_time_is_up_in_training(loaded, tmp_path, monkeypatch):

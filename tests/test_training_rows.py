@@ -195,3 +195,11 @@ def test_a_byte_order_mark_and_the_line_of_a_bad_byte(tmp_path):
     assert len([next(found) for _ in range(39)]) == 39
     with pytest.raises(ConfigError, match=r"a.jsonl:40: not UTF-8 text .invalid continuation byte"):
         next(found)
+
+
+def test_rows_that_would_be_cut_can_be_left_out():
+    given = [rows.Row("f:1", "1", {"prompt": "hi", "response": "yes"}), rows.Row("f:2", "2", {"text": "a" * 40})]
+    cut, report = examples.build(given, Letters(), (1,), 20, None, "all")
+    assert [e.tokens.size for e in cut] == [9, 20] and report.truncated == 1
+    kept, report = examples.build(given, Letters(), (1,), 20, None, "all", drop_truncated=True)
+    assert [e.identity for e in kept] == ["1"] and report.dropped == {"longer than the sequence length": 1}

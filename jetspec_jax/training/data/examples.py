@@ -95,6 +95,8 @@ def build(
             if not learnable(learnt):
                 few = learnt.any()
                 raise Unusable("an answer of one token" if few else "no supervised token")
+            if drop_truncated and len(tokens) > longest:
+                raise Unusable("longer than the sequence length")
             if not learnable(learnt[:longest]):
                 raise Unusable("the answer begins after the sequence length")
         except Unusable as reason:
