@@ -4,7 +4,7 @@
 
 Stages: prompts, answers of the target, features, training, export to DIR/head. Each leaves its output in DIR; the same
 command again goes on where it stopped, also after SIGTERM. Exit status: 0 done or out of time, 2 wrong options, 1 other
-errors, 130 interrupted. The keys, with defaults and meanings, are in jetspec_jax/training/settings.py.
+errors, 130 interrupted.
 """
 
 import sys
@@ -13,7 +13,12 @@ import sys
 def main(argv: list[str]) -> int:
     """Runs the stages; the exit status."""
     if not argv or set(argv) & {"-h", "--help"}:
-        print(__doc__, file=sys.stdout if argv else sys.stderr)
+        from jetspec_jax.training import settings
+
+        print(
+            f"{__doc__}\nKEY, what it means, [its default]:\n{settings.describe()}",
+            file=sys.stdout if argv else sys.stderr,
+        )
         return 0 if argv else 2
 
     from jetspec_jax.config import ConfigError

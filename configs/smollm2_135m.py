@@ -42,4 +42,5 @@ def get_config() -> ml_collections.ConfigDict:
     c.log_every = 100
     c.eval_every = 2_000
     c.save_every = 2_000
+    c.license = "apache-2.0"
     return c

@@ -65,9 +65,10 @@ import pathlib, sys, time
 sys.path.insert(0, "tests")
 import jax, numpy as np
 from small import WIDTH, random_examples, recipe, target
-from jetspec_jax import sharding
-from jetspec_jax.training import loop, packing
-from jetspec_jax.training.batches import Batches
+from jetspec_jax.models import sharding
+from jetspec_jax.training import loop
+from jetspec_jax.training.data import packing
+from jetspec_jax.training.data.batches import Batches
 
 class Hanging(Batches):
     def __getitem__(self, number):
@@ -80,7 +81,8 @@ folder = pathlib.Path(sys.argv[1])
 data = Hanging(packing.pack(random_examples(30), WIDTH), 4, 1, 0)
 mesh, plan = sharding.make_mesh(1, jax.devices()[:1]), loop.Plan(5, 1000, 10)
 log = lambda line: print(line, flush=True)
-outcome = loop.train(recipe(20), target(), np.ones(32, np.float32), data, None, folder, plan, mesh, log=log)
+given = loop.Given(target(), jax.numpy.ones(32), data)
+outcome = loop.train(recipe(20), given, folder, plan, mesh, log=log)
 paths, _ = jax.tree_util.tree_flatten_with_path(outcome.state)
 np.savez(folder / "end.npz", **{jax.tree_util.keystr(path): x for path, x in paths})
 """

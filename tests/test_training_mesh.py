@@ -20,8 +20,9 @@ sys.path.insert(0, "tests")
 import jax, jax.numpy as jnp, numpy as np, dataclasses
 from small import HEAD, WIDTH, random_examples, recipe, target
 from jetspec_jax.models import sharding
-from jetspec_jax.training import features, loop, packing, step
-from jetspec_jax.training.batches import Batches
+from jetspec_jax.training import features, loop, step
+from jetspec_jax.training.data import packing
+from jetspec_jax.training.data.batches import Batches
 from jetspec_jax.training import journal
 from jetspec_jax.training.checkpoints import Checkpoints
 
@@ -42,7 +43,7 @@ def train(name, model, count, steps=6, stored=False):
     place = lambda shape, dtype: jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=split)()
     put = lambda x: jax.device_put(x, split)
     kept = features.resident(t, packed, r.head.tap_layers, 8, "xla", place, put) if stored else None
-    return loop.train(r, t, jnp.ones(32), data, kept, folder / name, plan, mesh, on_time=more)
+    return loop.train(r, loop.Given(t, jnp.ones(32), data, kept), folder / name, plan, mesh, on_time=more)
 
 one = train("one", 1, 1)
 many = train("many", 2, 8, 3)
