@@ -126,7 +126,7 @@ def test_tool_calls_are_learnt_or_the_row_is_dropped_for_them():
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     value = talk("q", "let me see")
     value["messages"][1]["tool_calls"] = [call]
-    assert learnt(PLAIN, value) == "tool_calls that the chat template does not show"
+    assert learnt(PLAIN, value) == "messages: the chat template has no place for tool_calls; take them out"
     with_calls = "let me see\n<tool_call>add</tool_call><|im_end|>"
     assert learnt(THINKING, value, False) == [with_calls]
     value["messages"] += [{"role": "tool", "content": "3"}, {"role": "assistant", "content": "end"}]
