@@ -22,6 +22,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "load_target": "jetspec_jax.files.load",
     "load_head": "jetspec_jax.files.load",
+    "load_drafter": "jetspec_jax.files.load",
     "TreeConfig": "jetspec_jax.config",
     "SamplingConfig": "jetspec_jax.config",
     "ConfigError": "jetspec_jax.config",

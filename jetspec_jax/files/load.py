@@ -22,7 +22,7 @@ from jetspec_jax.files.pair import LoadedHead, LoadedTarget
 from jetspec_jax.models import names, qwen3
 from jetspec_jax.options import DTYPES
 
-__all__ = ["DTYPES", "LoadedHead", "LoadedTarget", "find", "load_head", "load_target", "random_params"]
+__all__ = ["DTYPES", "LoadedHead", "LoadedTarget", "find", "load_drafter", "load_head", "load_target", "random_params"]
 
 HUB_FILES = ["*.safetensors", "*.json", "merges.txt", "vocab.txt", "tokenizer.model", "*.jinja"]
 
@@ -112,6 +112,25 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
         draft, params, config, str(source), _metadata(path / checkpoint.HEAD_META, config, target),
         time.perf_counter() - begin, target.fingerprint, family.name,
     )  # fmt: skip
+
+
+def load_drafter(name: str, target: LoadedTarget, config: Any = None) -> LoadedHead:
+    """Returns a drafter of a family that has no files, ready to be used where a head is.
+
+    Args:
+      name: of the family.
+      target: what it will draft for.
+      config: of its family; None where the family needs none.
+
+    Raises:
+      ConfigError: there is no such family, or it has files and `load_head` loads it.
+    """
+    family = families.named(name)
+    if family is None or family.reads is not None:
+        known = ", ".join(row.name for row in families.FAMILIES if row.reads is None)
+        raise ConfigError(f"drafter={shown(name)}: no drafter without a head; there are: {known}")
+    draft, params = family.build(config, checkpoint.numpy_dtype(target.dtype), target.model.backend)
+    return LoadedHead(draft, params, None, name, {}, 0.0, target.fingerprint, name)
 
 
 def _end_tokens(folder: pathlib.Path, config: ModelConfig) -> tuple[int, ...]:
