@@ -21,6 +21,7 @@ from jetspec_jax.engine.requests import check
 from jetspec_jax.engine.rows import Result, Row
 from jetspec_jax.files import inputs, pair
 from jetspec_jax.files.inputs import Prompt, prompt_ids
+from jetspec_jax.files.pair import LoadedHead, LoadedTarget
 from jetspec_jax.loop.decoder import DEFAULT_CHUNK, Decoder, prefill, prefill_recorded, rounds, step, step_recorded
 from jetspec_jax.loop.plain import PLAIN
 from jetspec_jax.loop.state import Request, Round, State
@@ -66,24 +67,32 @@ class Piece(NamedTuple):
 
 
 @overload
-def generate(
-    target, head, prompts: str, tree: TreeConfig | None = None, sampling: SamplingConfig | None = None,
-    chat: bool | None = None, *, thinking: bool | None = None, prefill_chunk: int | None = None,
-) -> Result: ...  # fmt: skip
+def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
+    target: LoadedTarget,
+    head: LoadedHead | None,
+    prompts: str | Sequence[int],
+    tree: TreeConfig | None = None,
+    sampling: SamplingConfig | None = None,
+    chat: bool | None = None,
+    *,
+    thinking: bool | None = None,
+    prefill_chunk: int | None = None,
+) -> Result: ...
 @overload
 def generate(
-    target, head, prompts: Sequence[int], tree: TreeConfig | None = None, sampling: SamplingConfig | None = None,
-    chat: bool | None = None, *, thinking: bool | None = None, prefill_chunk: int | None = None,
-) -> Result: ...  # fmt: skip
-@overload
+    target: LoadedTarget,
+    head: LoadedHead | None,
+    prompts: Sequence[Prompt],
+    tree: TreeConfig | None = None,
+    sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
+    chat: bool | None = None,
+    *,
+    thinking: bool | None = None,
+    prefill_chunk: int | None = None,
+) -> list[Result]: ...
 def generate(
-    target, head, prompts: Sequence[Prompt], tree: TreeConfig | None = None,
-    sampling: SamplingConfig | Sequence[SamplingConfig] | None = None, chat: bool | None = None, *,
-    thinking: bool | None = None, prefill_chunk: int | None = None,
-) -> list[Result]: ...  # fmt: skip
-def generate(
-    target,
-    head,
+    target: LoadedTarget,
+    head: LoadedHead | None,
     prompts: Any,
     tree: TreeConfig | None = None,
     sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
@@ -123,8 +132,8 @@ def generate(
 
 
 def stream(
-    target,
-    head,
+    target: LoadedTarget,
+    head: LoadedHead | None,
     prompt: Any,
     tree: TreeConfig | None = None,
     sampling: SamplingConfig | None = None,
@@ -159,12 +168,21 @@ def stream(
 
 
 def start(
-    target, head, prompts, tree=None, sampling=None, chat=None, *, watch=False, thinking=None, prefill_chunk=None
+    target: LoadedTarget,
+    head: Any,
+    prompts: Any,
+    tree: Any = None,
+    sampling: Any = None,
+    chat: bool | None = None,
+    *,
+    watch: bool = False,
+    thinking: bool | None = None,
+    prefill_chunk: Any = None,
 ) -> Engine:
     """Checks everything, prefills, and returns the engine with all prompts admitted.
 
     Args:
-      target, head, prompts, tree, sampling, chat, thinking, prefill_chunk: as of `generate`.
+      target, head, prompts, tree, sampling, chat, thinking, prefill_chunk: as of `generate`; of any type, checked here.
       watch: whether the text of every row is kept up to date, as streaming needs it.
     """
     prompts, _ = inputs.listed(prompts)

@@ -34,7 +34,7 @@ class Letters(Tokenizer):
 
 
 LETTERS = Letters(None)
-LOADED = dataclasses.replace(tiny.hash_target(seed=5), tokenizer=LETTERS)
+LOADED = dataclasses.replace(tiny.hash_target(seed=5), _tokenizer=lambda: LETTERS)
 PROMPT = [3, 1, 4]
 FREE = baseline.generate(LOADED, PROMPT, SamplingConfig(60))
 TEXT = FREE.text
@@ -230,7 +230,7 @@ def test_a_stop_text_without_text_is_refused_with_the_id():
         def encode(self, text):
             return [END] if text == "<end>" else super().encode(text)
 
-    loaded = dataclasses.replace(LOADED, tokenizer=Special(None))
+    loaded = dataclasses.replace(LOADED, _tokenizer=lambda: Special(None))
     with pytest.raises(ConfigError, match=r"stop='<end>': special tokens .* stop_token_ids=36"):
         speculate.start(loaded, None, PROMPT, None, SamplingConfig(4, stop="<end>"))
 
@@ -278,4 +278,5 @@ def test_ids_beyond_the_vocabulary_are_refused(given):
 @pytest.mark.parametrize("given", [{"stop": "x"}, {"bad_words": ["x"]}], ids=str)
 def test_texts_need_a_tokenizer(given):
     with pytest.raises(ConfigError, match=f"{next(iter(given))}='x'.*no tokenizer"):
-        speculate.start(dataclasses.replace(LOADED, tokenizer=None), None, PROMPT, None, SamplingConfig(5, **given))
+        mute = dataclasses.replace(LOADED, _tokenizer=lambda: None)
+        speculate.start(mute, None, PROMPT, None, SamplingConfig(5, **given))

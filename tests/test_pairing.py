@@ -37,7 +37,7 @@ def nothing_said_yet(monkeypatch):
 
 def target(tok, **changes) -> tiny.Loaded:
     base = tiny.hash_target(300)
-    return dataclasses.replace(base, tokenizer=tok, source="the target", **changes)
+    return dataclasses.replace(base, _tokenizer=lambda: tok, source="the target", **changes)
 
 
 def head(**metadata) -> tiny.LoadedHead:

@@ -19,6 +19,8 @@ from jetspec_jax.backends.xla import PLAIN_XLA, XLA
 from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
 from jetspec_jax.drafts import block as blocks
 from jetspec_jax.engine.geometry import Geometry
+from jetspec_jax.files import pair
+from jetspec_jax.files.pair import LoadedTarget
 from jetspec_jax.layers import cache as kv_cache
 from jetspec_jax.layers import masks
 from jetspec_jax.loop import decoder
@@ -117,32 +119,14 @@ def head(causal: bool, seed: int = 1, block: int = 5) -> LoadedHead:
     return LoadedHead(draft, random_like(shapes, seed), config)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Loaded:
-    """A target with what `speculate` reads of it."""
-
-    model: Any
-    params: Any
-    config: Any
-    dtype: Any
-    tokenizer: Any = None
-    eos: tuple[int, ...] = ()
-    source: str = "tiny"
-    seconds: float = 0.0
-    fingerprint: str = ""
+def Loaded(model, params, config, dtype="float32", tokenizer=None) -> LoadedTarget:
+    """What `load_target` returns, of things made here."""
+    return LoadedTarget(model, params, config, str(jnp.dtype(dtype)), (), "tiny", "", 0.0, lambda: tokenizer)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class LoadedHead:
-    """A head with what `speculate` reads of it."""
-
-    draft: Any
-    params: Any
-    config: Any = None
-    source: str = "tiny head"
-    seconds: float = 0.0
-    metadata: dict = dataclasses.field(default_factory=dict)
-    target_fingerprint: str = ""
+def LoadedHead(draft, params=None, config=None, source="tiny head", metadata=None) -> pair.LoadedHead:
+    """What `load_head` returns, of things made here."""
+    return pair.LoadedHead(draft, params or {}, config, source, metadata or {}, 0.0, "")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from jetspec_jax.engine.geometry import Geometry
 from jetspec_jax.engine.programs import program
 from jetspec_jax.engine.rows import Result, Row
 from jetspec_jax.files import pair
+from jetspec_jax.files.pair import LoadedHead, LoadedTarget
 from jetspec_jax.loop.decoder import Decoder, insert, prefill, prefill_recorded, rounds, step_recorded
 from jetspec_jax.loop.state import LENGTH, TEXT, Round, State
 
@@ -37,7 +38,14 @@ class Engine:
     seconds: load, compile, prefill, decode.
     """
 
-    def __init__(self, target, head, decoder: Decoder, geometry: Geometry, settings: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        target: LoadedTarget,
+        head: LoadedHead | None,
+        decoder: Decoder,
+        geometry: Geometry,
+        settings: dict[str, Any] | None = None,
+    ):
         """Makes an engine without rows.
 
         Args:

@@ -16,8 +16,7 @@ from jetspec_jax.config import ModelConfig
 from jetspec_jax.drafts import families
 from jetspec_jax.fields import ConfigError, Fields, shown
 from jetspec_jax.files import tokenizer
-from jetspec_jax.loop.contracts import Draft
-from jetspec_jax.models import qwen3
+from jetspec_jax.loop.contracts import Draft, Target
 
 MANY, HARDLY = 32, 1.1  # rounds, and tokens a round (one is the target's own), from which drafts are called useless
 _SAID: set[Hashable] = set()
@@ -27,7 +26,7 @@ _SAID: set[Hashable] = set()
 class LoadedTarget:
     """A frozen target: pure functions, parameters, and what belongs to its files."""
 
-    model: qwen3.Qwen3Target
+    model: Target
     params: dict[str, Any]
     config: ModelConfig
     dtype: str

@@ -16,6 +16,10 @@ from jetspec_jax.loop.tree import Candidates, Rule, Tree
 class Backend(Protocol):
     """How the loop's own parts are computed; a target's layers ask more of it, which is theirs to say."""
 
+    @property
+    def name(self) -> str:
+        """As a user chooses it."""
+
     def commit(self, cache: Cache, fresh: Cache, path: Int[Array, "B R"], start: Int[Array, " B"]) -> Cache:
         """Writes the fresh rows of `path` to slots start..start+R-1 of every layer."""
 

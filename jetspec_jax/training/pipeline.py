@@ -30,6 +30,7 @@ from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
 from jetspec_jax.files import demo, load, pair
 from jetspec_jax.models import sharding
+from jetspec_jax.models.qwen3 import Qwen3Target
 from jetspec_jax.training import export, features, files, gather, loop, manifest, objective, teacher
 from jetspec_jax.training import recipe as recipes
 from jetspec_jax.training.checkpoints import any_saved
@@ -101,6 +102,7 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
     steps = config.steps or math.ceil(config.epochs * len(packed.tokens) / config.batch)
     begun = any_saved(workdir / "train")
     _settle(workdir / "train", manifest.recipe(config, target, head, steps, packed), begun, log)
+    assert isinstance(target.model, Qwen3Target)  # the teacher runs its layers over packed documents
     recipe = recipes.make(
         config, target.model, target.dtype, head, steps, teacher.kernel(config.attention, target.dtype)
     )
