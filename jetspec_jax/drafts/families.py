@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from jetspec_jax.drafts import block, block_files
+from jetspec_jax.drafts import block, block_files, ngram
 from jetspec_jax.fields import ConfigError, Fields
 
 
@@ -39,7 +39,11 @@ def _block(name: str, causal: bool) -> Family:
     return Family(name, reads, block_files.config, block_files.names, _build_block, objective)
 
 
-FAMILIES = (_block("jetspec", causal=True), _block("dflash", causal=False))
+FAMILIES = (
+    _block("jetspec", causal=True),
+    _block("dflash", causal=False),
+    Family("ngram", None, None, None, ngram.build, None),
+)
 
 EAGLE, DFLASH2, DSPARK, DOMINO, MEDUSA = "EAGLE", "DFlash 2", "DSpark", "Domino", "Medusa"
 SMALL, CAPPED, LATENT = "a reduced draft vocabulary", "a softcap on logits", "latent attention (MLA)"
