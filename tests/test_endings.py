@@ -241,7 +241,7 @@ def test_a_stop_text_without_text_is_refused_with_the_id():
         ({"sampling": {"temperature": 1}}, "sampling={'temperature': 1}: give a SamplingConfig"),
         ({"sampling": [None]}, "sampling=[None]"), ({"sampling": []}, "0 configurations for 1 prompts"),
         ({"tree": {"budget": 4}}, "tree={'budget': 4}: give a TreeConfig"),
-        ({"head": LOADED}, "head=Loaded: give what"),
+        ({"head": LOADED}, "head=LoadedTarget: give what"),
         ({"prompts": 5}, "prompts=5"), ({"chat": True}, "chat=True: token ids"),
     ],
 )  # fmt: skip
