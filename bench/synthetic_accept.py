@@ -12,9 +12,7 @@ that the accepted path visits are processed. Prints a table, then one JSON line.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,78 +20,12 @@ import shapes
 import timing
 
 from jetspec_jax.backends import choose
-from jetspec_jax.backends.xla import XLA
+from jetspec_jax.drafts import synthetic
+from jetspec_jax.drafts.synthetic import SyntheticConfig
 from jetspec_jax.engine.programs import program
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.processors import Sampling
-
-BONUS = 1e4
-
-
-@dataclasses.dataclass(frozen=True)
-class ScriptedTarget:
-    """Chooses params["script"][p] at position p; implements `models.Target` over the real one."""
-
-    inner: Any
-
-    @property
-    def vocab_size(self) -> int:
-        return self.inner.vocab_size
-
-    @property
-    def backend(self) -> XLA:
-        return self.inner.backend
-
-    def init_cache(self, params, batch, capacity):
-        return self.inner.init_cache(params["inner"], batch, capacity)
-
-    def forward(self, params, tokens, positions, *rest):
-        out = self.inner.forward(params["inner"], tokens, positions, *rest)
-        return out._replace(hidden=(out.hidden, positions))
-
-    def embed(self, params, tokens):
-        return self.inner.embed(params["inner"], tokens)
-
-    def logits(self, params, hidden):
-        if not isinstance(hidden, tuple):  # the draft's
-            return self.inner.logits(params["inner"], hidden)
-        return _favour(self.inner.logits(params["inner"], hidden[0]), params["script"][hidden[1] + 1])
-
-
-@dataclasses.dataclass(frozen=True)
-class ScriptedDraft:
-    """Right for params["right"] positions of every round; implements `drafts.Draft` over the real one."""
-
-    inner: Any
-
-    @property
-    def depth(self) -> int:
-        return self.inner.depth
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.inner.taps
-
-    def init(self, params, batch, capacity):
-        return self.inner.init(params["inner"], batch, capacity)
-
-    def prefill(self, params, state, *rest):
-        return self.inner.prefill(params["inner"], state, *rest)
-
-    def propose(self, params, state, tokens, length, embed, logits):
-        drafted, state = self.inner.propose(params["inner"], state, tokens, length, embed, logits)
-        at = jnp.arange(self.depth)
-        token = params["script"][length[:, None] + at]
-        wrong = (token + 1) % drafted.shape[-1]
-        return _favour(drafted, jnp.where(at < params["right"], token, wrong)), state
-
-    def keep(self, state, features, count):
-        return self.inner.keep(state, features, count)
-
-
-def _favour(logits, token):
-    put = jax.vmap(jax.vmap(lambda row, t: row.at[t].add(BONUS)))
-    return put(logits, token)
+from jetspec_jax.loop.tree import Rule
 
 
 def main() -> None:
@@ -124,14 +56,13 @@ def main() -> None:
 
 def measure(args: argparse.Namespace, pair: shapes.Pair, budget: int, accept: int) -> dict:
     """One setting; the acceptance is read from the records and not assumed."""
-    target, draft = ScriptedTarget(pair.target), ScriptedDraft(pair.draft)
-    static = decoder.Decoder(target, draft, budget, args.slots)
-    plain = dataclasses.replace(static, target=pair.target, draft=pair.draft)
-    script = jax.random.randint(jax.random.key(5), (args.slots + draft.depth + 1,), 0, target.vocab_size)
-    params = {
-        "target": {"inner": pair.params["target"], "script": script},
-        "draft": {"inner": pair.params["draft"], "script": script, "right": jnp.int32(accept - 1)},
-    }
+    own = pair.draft.shaped(Rule(budget), min(pair.draft.depth, budget - 1))
+    config = SyntheticConfig(float(accept), pair.target.vocab_size, own.depth)
+    target, weights = synthetic.scripted(pair.target, pair.params["target"], pair.target.config.hidden_size)
+    draft, head = synthetic.build(config, inner=own, inner_params=pair.params["draft"])
+    static = decoder.Decoder(target, draft.shaped(own.rule, own.depth), args.slots)
+    params = {"target": weights, "draft": head}
+    plain = decoder.Decoder(pair.target, own, args.slots)
     state = shapes.state_at(plain, pair.params, args.length, args.batch, budget)
     row = lambda value, dtype: jnp.full((args.batch,), value, dtype)
     sampling = Sampling(

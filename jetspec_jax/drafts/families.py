@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from jetspec_jax.drafts import block, block_files, ngram
+from jetspec_jax.drafts import block, block_files, ngram, synthetic
 from jetspec_jax.fields import ConfigError, Fields
 
 
@@ -43,6 +43,7 @@ FAMILIES = (
     _block("jetspec", causal=True),
     _block("dflash", causal=False),
     Family("ngram", None, None, None, ngram.build, None),
+    Family("synthetic", None, None, None, synthetic.build, None),
 )
 
 EAGLE, DFLASH2, DSPARK, DOMINO, MEDUSA = "EAGLE", "DFlash 2", "DSpark", "Domino", "Medusa"
