@@ -1,93 +1,298 @@
-"""Command lines of the package's own tools: one line for every mistake, dashes and underscores alike."""
+"""The command line of every entry point: options from one table, one line for every mistake, one set of statuses.
+
+    LINE = command.Line(__doc__, [Option("batch", "whole", "Prompts decoded together.", 32, low=1), ...])
+
+    @command.tool("audit")
+    def main(argv):
+        args = LINE.parse(argv)
+
+`tool` makes `main(argv=None) -> status` of a function: what it raises becomes one line on stderr (`outcome.py`). A file
+that is run says at its top `command.start("jetspec_jax.audit")`, before the slow imports, so that Ctrl-C is answered
+from then on. Nothing here imports jax.
+"""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
+import functools
+import importlib
+import os
+import re
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
-from jetspec_jax.options import ConfigError, SamplingConfig
+from jetspec_jax import outcome
+from jetspec_jax.options import ConfigError, Option, SamplingConfig, TreeConfig, shown, table
+
+SAMPLING, TREE = table(SamplingConfig), table(TreeConfig)
+DTYPE = Option(
+    "dtype", "choice", "Dtype of the weights. Default: the file's.", choices=("float32", "bfloat16", "float16")
+)
+BACKEND = Option(
+    "backend", "choice",
+    "What computes a layer (--attention is the same): pallas our kernels, the others XLA's with their attention. "
+    "auto: pallas for 16-bit weights on a Hopper GPU, else xla. pallas without a GPU runs in an interpreter: right, "
+    "and slow.",
+    "auto", choices=("auto", "xla", "cudnn", "pallas"),
+)  # fmt: skip
+TARGET = Option("target", "text", "Target: a folder, a .gguf file or a hub id. Default: the demo target.")
+HEAD = Option("head", "text", "Draft head: a folder or a hub id. Default with the demo target: the demo head.")
+THINKING = Option(
+    "thinking", "flag",
+    "Let the chat template leave room for thinking. Default: as the head was trained (its jetspec.json), else off.",
+)  # fmt: skip
+JSON = Option("json", "flag", "Print one JSON object.", False)
+PROMPTS = Option(
+    "prompts", "text", "Prompt files, as of decode.py --prompt_file.", many=True, required=True, metavar="FILE"
+)
+LIMIT = Option("limit", "whole", "Prompts of each file.", 128, low=1)
+MAX_PROMPT_TOKENS = Option("max_prompt_tokens", "whole", "Longer prompts are left out.", 256, low=1)
+BATCH = Option("batch", "whole", "Prompts decoded together.", 32, low=1)
+ALIASES = {"attention": "backend"}  # where a command has the second
+SWITCH = {"true": True, "on": True, "1": True, "yes": True, "false": False, "off": False, "0": False, "no": False}
 
 
-def ids(name: str, value: str | None) -> list[int]:
-    """Token ids out of "1,2,3"; none for None."""
-    words = [] if value is None else value.split(",")
-    if not all(word.strip().isdecimal() for word in words):
-        raise ConfigError(f"{name}={value!r}: give whole numbers with commas, e.g. 1,2,3")
+class UsageError(ConfigError):
+    """The options alone are wrong; the message is one line."""
+
+
+def tool(name: str, full: str = "", after: str = "") -> Callable[[Callable[[Sequence[str]], int]], Callable[..., int]]:
+    """Makes `main(argv=None) -> status` of a function that takes the words after the command's name.
+
+    name: what its error lines begin with. full: what helps where a device is full. after: what it says of itself once
+    it was interrupted.
+    """
+
+    def wrap(work: Callable[[Sequence[str]], int]) -> Callable[..., int]:
+        @functools.wraps(work)
+        def main(argv: Sequence[str] | None = None) -> int:
+            words = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
+            return outcome.run(outcome.installed() or name, lambda: work(words), full, after)
+
+        return main
+
+    return wrap
+
+
+def start(module: str) -> NoReturn:
+    """Runs `main` of a module as this process's command; imports it with signals answered already."""
+    os.environ["JAX_ENABLE_X64"] = "0"  # every program is 32-bit, and says its dtypes for that
+    name = outcome.installed() or module.removeprefix("jetspec_jax.")
+    with outcome.listening(name):
+        status = outcome.run(name, lambda: importlib.import_module(module).main())
+    sys.exit(status)
+
+
+class Args(argparse.Namespace):
+    """Values by the names of their options; `given` holds the names that the words had."""
+
+    given: set[str]
+
+
+def tree_of(args: Args) -> TreeConfig:
+    """Returns the tree that the options of `TreeConfig` describe."""
+    return _make(args, TreeConfig, TREE)
+
+
+def sampling_of(args: Args) -> SamplingConfig:
+    """Returns what the options of `SamplingConfig` describe; the command's budget is the tree's alone."""
+    return _make(args, SamplingConfig, {name: o for name, o in SAMPLING.items() if name != "budget"})
+
+
+def _make(args: Args, kind: type, options: dict[str, Option]) -> Any:
+    values = {field: getattr(args, option.name) for field, option in options.items() if hasattr(args, option.name)}
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        raise UsageError(f"--{error}") from None
+
+
+def pair_of(args: Args) -> tuple[Any, Any]:
+    """Loads target and head, the demo's where neither is named.
+
+    Raises:
+      UsageError: one of them is named.
+    """
+    for name, other in (("head", "target"), ("target", "head")):
+        if getattr(args, name) and not getattr(args, other):
+            raise UsageError(f"--{name} without --{other}: name both, or neither for the demo pair")
+    from jetspec_jax.files import demo, load
+
+    target = load.load_target(args.target or demo.fetch_target(), args.dtype, args.backend)
+    return target, load.load_head(args.head or demo.head_folder(), target)
+
+
+class Line:
+    """The options of one command: reads words, and writes the help."""
+
+    def __init__(self, doc: str | None, options: Iterable[Option], positional: Iterable[Option] = ()):
+        # Without docstrings (python -OO) the help still lists every option.
+        self.options = {option.name: option for option in options}
+        self.positional = {option.name: option for option in positional}
+        self._parser = _Parser(doc)
+        for name, option in self.positional.items():
+            self._parser.add_argument(name, help=_help(option), metavar=option.metavar or name.upper())
+        for name, option in self.options.items():
+            more: dict[str, Any] = {"nargs": "+"} if option.many else {}
+            more |= {"action": "append"} if option.kind == "texts" else {}
+            more |= {"metavar": option.metavar or _metavar(option), "required": option.required}
+            self._parser.add_argument(f"--{name}", help=_help(option), default=None, **more)
+
+    def parse(self, argv: Sequence[str]) -> Args:
+        """The options of the words.
+
+        Raises:
+          UsageError: a word is no option (the nearest is named), or a value does not fit.
+        """
+        found, rest = self._parser.parse_known_args(self._normal(list(argv)), Args())
+        if rest:
+            raise UsageError(f"{shown(rest[0])}: unexpected argument; --help lists the options")
+        found.given = {name for name in self.options if getattr(found, name) is not None}
+        for name, option in (self.positional | self.options).items():
+            text = getattr(found, name)
+            setattr(found, name, _default(option) if text is None else _value(option, text))
+        return found
+
+    def _normal(self, words: list[str]) -> list[str]:
+        """The words with every option as --name=value (or --name and its values); no value is taken for an option."""
+        done = []
+        while words:
+            word = words.pop(0)
+            if not word.startswith("--") or word in ("--", "--help"):
+                done.append(word)
+                continue
+            given, equals, value = word[2:].partition("=")
+            name = given.replace("-", "_")
+            name = ALIASES[name] if name not in self.options and ALIASES.get(name) in self.options else name
+            plain = re.sub("^no_?", "", name)
+            if name not in self.options and plain in self.options and self.options[plain].kind == "flag":
+                if equals:
+                    raise UsageError(f"--{given}={shown(value)}: it takes no value; leave the value out")
+                done.append(f"--{plain}=false")
+                continue
+            if name not in self.options:
+                raise UsageError(f"--{shown(given)[1:-1]}: no such option{self._near(name)}")
+            option = self.options[name]
+            if option.kind == "flag" and not equals:
+                follows = words and not words[0].startswith("-") and not self.positional
+                value = words.pop(0) if follows else "true"
+            elif not equals and not option.many:
+                if not words:
+                    raise UsageError(f"--{name}: a value is missing")
+                value = words.pop(0)
+            done.append(f"--{name}" if option.many and not equals else f"--{name}={value}")
+        return done
+
+    def _near(self, name: str) -> str:
+        known = [*self.options, *(f"no{n}" for n, option in self.options.items() if option.kind == "flag")]
+        near = difflib.get_close_matches(name, known, n=1)
+        return f"; did you mean --{near[0]}?" if near else "; --help lists the options"
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors are raised, and whose help names the two forms of a flag."""
+
+    class _Format(argparse.RawDescriptionHelpFormatter):
+        def _format_action_invocation(self, action):
+            if action.metavar == "FLAG":
+                return f"--[no]{action.dest}"
+            return super()._format_action_invocation(action)
+
+    def __init__(self, doc: str | None):
+        super().__init__(
+            usage=argparse.SUPPRESS, description=(doc or "").strip(), formatter_class=self._Format, allow_abbrev=False
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def sampling(*without: str) -> list[Option]:
+    """The options of a request that stand beside those of the tree, but for some."""
+    return [option for name, option in SAMPLING.items() if name not in (*without, "budget")]
+
+
+def _help(option: Option) -> str:
+    known = [f"One of {', '.join(option.choices)}." if option.choices else ""]
+    if option.off:
+        known.append(f"{option.off[0].upper()}{option.off[1:]}.")
+    if option.default not in (None, (), False, ""):
+        given = option.default if not isinstance(option.default, list | tuple) else " ".join(map(str, option.default))
+        known.append(f"Default: {given}.")
+    return " ".join([option.help, *filter(None, known)]).replace("%", "%%")
+
+
+def _metavar(option: Option) -> str:
+    names = {"whole": "N", "number": "X", "flag": "FLAG", "ids": "ID,...", "bias": "ID:X,...", "choice": "NAME"}
+    return names.get(option.kind, "TEXT")
+
+
+def _default(option: Option) -> Any:
+    return list(option.default) if isinstance(option.default, tuple) else option.default
+
+
+def _value(option: Option, text: Any) -> Any:
+    """What the words of an option mean; checked."""
+    try:
+        if option.kind == "texts":
+            return text
+        return [_one(option, word) for word in text] if option.many else _one(option, text)
+    except ConfigError as error:
+        raise UsageError(f"--{error}") from None
+
+
+def _one(option: Option, text: str) -> Any:
+    value: Any = text
+    if option.kind == "whole" and re.fullmatch(r"[+-]?[0-9]{1,30}", text):
+        value = int(text)
+    elif option.kind == "number" and not re.search(r"[_\s]", text):
+        try:
+            value = float(text)
+        except ValueError:
+            value = text
+    elif option.kind == "flag":
+        value = SWITCH.get(text.lower(), text)
+    elif option.kind == "ids":
+        return ids(option.name, text)
+    elif option.kind == "bias":
+        return bias(option.name, text)
+    elif option.kind == "text" and not text:
+        raise ConfigError(f"{option.name}='': the value is empty; name it, or leave the option out")
+    option.check(value)
+    return value
+
+
+def ids(name: str, text: str) -> list[int]:
+    """Token ids out of "1,2,3"."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch("[0-9]{1,10}", word) for word in words):
+        raise ConfigError(f"{name}={shown(text)}: give whole numbers (token ids) with commas, e.g. 1,2,3")
     return [int(word) for word in words]
 
 
-def bias(value: str | None) -> dict[int, float]:
-    """{id: number} out of "5:1.5,7:-2"; nothing for None."""
-    words = [] if value is None else value.split(",")
+def bias(name: str, text: str) -> dict[int, float]:
+    """{id: number} out of "5:1.5,7:-2"."""
+    pairs = [word.split(":") for word in text.split(",")]
     try:
-        found = {int(token): float(number) for token, number in (word.split(":") for word in words)}
+        found = {ids(name, token)[0]: float(number) for token, number in pairs}
     except ValueError:
         found = {}
-    if len(found) != len(words):
-        raise ConfigError(f"logit_bias={value!r}: give each id once, as TOKEN_ID:NUMBER,... e.g. 5:1.5,7:-2")
+    if len(found) != len(pairs):
+        raise ConfigError(f"{name}={shown(text)}: give each id once, as TOKEN_ID:NUMBER,... e.g. 5:1.5,7:-2")
     return found
 
 
-class Parser(argparse.ArgumentParser):
-    """`argparse` whose errors are one line with status 2, naming the nearest option where one is unknown."""
-
-    def __init__(self, doc: str):
-        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-
-    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Options of `argv`; exits with status 2 where they are wrong."""
-        known, extra = self.parse_known_args([self._normal(word) for word in argv])
-        if extra:
-            options = [o for action in self._actions for o in action.option_strings]
-            near = difflib.get_close_matches(extra[0].partition("=")[0], options, n=1)
-            self.error(f"{extra[0]}: no such option" + (f"; did you mean {near[0]}?" if near else ""))
-        return known
-
-    def positive(self, name: str, default: int | None, text: str) -> None:
-        """Adds an option that is a whole number >= 1."""
-
-        def number(word: str) -> int:
-            if not word.isdecimal() or int(word) < 1:
-                raise argparse.ArgumentTypeError(f"{word!r} is no whole number >= 1")
-            return int(word)
-
-        self.add_argument(name, type=number, default=default, help=text)
-
-    def sampling(self) -> None:
-        """Adds the options that choose tokens, under the names of `SamplingConfig`; `sampling_of` reads them."""
-        usual = SamplingConfig()
-        penalties = "repetition_penalty", "presence_penalty", "frequency_penalty"
-        for name in ("temperature", "top_p", "min_p", *penalties):
-            self.add_argument(f"--{name}", type=float, default=getattr(usual, name), help="as of decode.py")
-        for name in ("seed", "top_k", "min_new_tokens"):
-            self.add_argument(f"--{name}", type=int, default=getattr(usual, name), help="as of decode.py")
-        self.add_argument("--logit_bias", metavar="ID:NUMBER,...", help="as of decode.py")
-        self.add_argument("--stop_token_ids", metavar="ID,...", help="as of decode.py")
-        self.add_argument("--bad_words", action="append", default=[], help="as of decode.py; repeatable")
-        self.add_argument("--ignore_eos", action="store_true", help="as of decode.py")
-
-    def sampling_of(self, args: argparse.Namespace) -> SamplingConfig:
-        """What `sampling` added, and `max_new_tokens`; exits with status 2 where a value is wrong."""
-        words = {"logit_bias", "stop_token_ids"}
-        same = {field.name for field in dataclasses.fields(SamplingConfig)} - words - {"budget"}
-        try:
-            return SamplingConfig(
-                **{name: value for name, value in vars(args).items() if name in same},
-                logit_bias=bias(args.logit_bias),
-                stop_token_ids=ids("stop_token_ids", args.stop_token_ids),
-            )
-        except ConfigError as error:
-            self.error(f"--{error}")
-
-    def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message}", file=sys.stderr)
-        raise SystemExit(2)
-
-    @staticmethod
-    def _normal(word: str) -> str:
-        name, equals, value = word.partition("=")
-        return f"--{name[2:].replace('-', '_')}{equals}{value}" if word.startswith("--") else word
+def markdown(config: type) -> str:
+    """The options of a configuration class as a table for docs/options.md."""
+    lines = ["| option | default | range | |", "| --- | --- | --- | --- |"]
+    for option in table(config).values():
+        limit = ", ".join(option.choices)
+        if option.kind in ("whole", "number"):
+            end = "" if option.high is None else f"{option.high:g}"
+            limit = f"{'>' if option.above else '>='} {option.low or 0:g}" + (f", <= {end}" if end else "")
+        default = "" if option.default in (None, ()) else str(option.default).lower()
+        text = option.help + (f" {option.off[0].upper()}{option.off[1:]}." if option.off else "")
+        lines.append(f"| `{option.name}` | {default} | {limit} | {text} |")
+    return "\n".join(lines)

@@ -12,6 +12,7 @@ import tiny
 
 from jetspec_jax import audit
 from jetspec_jax.config import SamplingConfig, TreeConfig
+from jetspec_jax.files import load
 
 PAIR = pathlib.Path(__file__).parent / "fixtures" / "peer_parity" / "dense_trained"
 PROMPTS = [[1, 2, 3], [9], [4, 4, 8, 30, 2], [7, 1], [20, 21]]
@@ -204,10 +205,9 @@ class TestCommand:
         ],
     )  # fmt: skip
     def test_wrong_options(self, tmp_path, capsys, more, words):
-        with pytest.raises(SystemExit) as stop:
-            audit.main(self.args(tmp_path, *more))
+        status = audit.main(self.args(tmp_path, *more))
         out, err = capsys.readouterr()
-        assert stop.value.code == 2 and out == "" and err.count("\n") == 1 and all(word in err for word in words)
+        assert status == 2 and out == "" and err.count("\n") == 1 and all(word in err for word in words)
 
     @pytest.mark.parametrize(
         "lines, words",
@@ -231,17 +231,16 @@ class TestCommand:
         for args in (self.args(tmp_path, "--prompts", "none.jsonl"), self.args(tmp_path, "--thinking", "on")):
             assert audit.main(args) == 1
             assert capsys.readouterr().err.count("\n") == 1
-        with pytest.raises(SystemExit):
-            audit.main(self.args(tmp_path)[:2] + self.args(tmp_path)[4:])
+        assert audit.main(self.args(tmp_path)[:2] + self.args(tmp_path)[4:]) == 2
         assert "--target without --head" in capsys.readouterr().err
 
     def test_broken_logits(self, tmp_path, capsys, monkeypatch):
-        whole = audit.load.load_target
+        whole = load.load_target
 
         def broken(*args):
             target = whole(*args)
             return dataclasses.replace(target, params=target.params | {"norm": target.params["norm"] * jnp.nan})
 
-        monkeypatch.setattr(audit.load, "load_target", broken)
+        monkeypatch.setattr(load, "load_target", broken)
         assert audit.main(self.args(tmp_path)) == 1
         assert "not finite" in capsys.readouterr().err
