@@ -26,9 +26,10 @@ import shapes
 import timing
 
 from jetspec_jax.models import qwen3
-from jetspec_jax.training import anchors as anchor_rules
-from jetspec_jax.training import flops, losses, options, pipeline, settings, step, teacher
-from jetspec_jax.training.batches import Batch
+from jetspec_jax.training import flops, losses, options, settings, step, teacher
+from jetspec_jax.training import recipe as recipes
+from jetspec_jax.training.data.batches import Batch
+from jetspec_jax.training.objectives import block as learns
 
 CONFIG = Path(__file__).parent.parent / "configs" / "qwen3_8b.py"
 
@@ -56,7 +57,7 @@ def main() -> None:
     }  # fmt: skip
     config = settings.make(values, str(CONFIG))
     model, weights = qwen3.build(target, jnp.dtype(args.dtype))
-    recipe = pipeline.make_recipe(config, model, args.dtype, head, config.steps, attention)
+    recipe = recipes.make(config, model, args.dtype, head, config.steps, attention)
     params = shapes.drawn(weights)
     batch = random_batch((1, args.micro_batch, args.sequence), target.vocab_size)
     scale = jnp.ones(len(head.tap_layers) * head.hidden_size)
@@ -118,7 +119,7 @@ def random_batch(shape: tuple[int, int, int], vocab: int) -> Batch:
     )
 
 
-def parts(args: argparse.Namespace, recipe: step.Recipe, params, scale, state, batch: Batch) -> dict[str, float]:
+def parts(args: argparse.Namespace, recipe: recipes.Recipe, params, scale, state, batch: Batch) -> dict[str, float]:
     """Seconds of the parts alone; takes the state."""
     head, dtype, times = recipe.head, recipe.dtype, {}
     part = jax.tree.map(lambda x: x[0], batch)
@@ -132,12 +133,11 @@ def parts(args: argparse.Namespace, recipe: step.Recipe, params, scale, state, b
     times["target forward"] = seconds(lambda: target_alone(params), args)
     found = target_alone(params)
     keys = jax.random.split(jax.random.key(0), args.micro_batch)
-    anchors = anchor_rules.sample(keys, anchor_rules.candidates(part.learnt, part.document), args.anchors)
 
     @jax.jit
     def head_alone(head_params, params, found):
-        block = step.blocks(recipe, params, part, anchors)
-        drafted = lambda p: step.drafted(recipe, step.fold(p, scale, dtype), block, part, found, anchors)
+        asked = learns.draw(recipe, params, part, keys)
+        drafted = lambda p: learns.hidden(recipe, learns.fold(p, scale, dtype), part, found, asked)
         hidden, pullback = jax.vjp(drafted, head_params)
         return pullback(hidden)[0]
 

@@ -15,6 +15,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JETSPEC_TEST_CACHE_OWNER"] = str(os.getpid())
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25)
@@ -28,3 +29,29 @@ def pytest_unconfigure(config):
         import shutil
 
         shutil.rmtree(pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"]), ignore_errors=True)
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """Runs of training get the tiny target of `small` instead of reading one."""
+    import small
+
+    from jetspec_jax.files import load
+
+    monkeypatch.setattr(load, "load_target", lambda source, dtype: small.target())
+
+
+ANSWERS = {"batch": 2, "max_prompt": 9, "max_new": 15, "save_batches": 1}
+
+
+@pytest.fixture(scope="session")
+def answered(tmp_path_factory):
+    """A folder with greedy answers of the tiny target, the prompts, and the arguments that they were made with."""
+    import small
+
+    from jetspec_jax.training import regenerate
+
+    folder = tmp_path_factory.mktemp("answers")
+    prompts = [[5, 6, 7], [9] * 9, [8, 2], [11, 12, 13, 14], [4, 4]]
+    assert regenerate.regenerate(small.target(), prompts, folder, **ANSWERS)
+    return folder, prompts, ANSWERS

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +14,11 @@ from jetspec_jax.config import HeadConfig, ModelConfig
 from jetspec_jax.files import load
 from jetspec_jax.files.tokenizer import Tokenizer
 from jetspec_jax.models import qwen3
-from jetspec_jax.training import packing, step
-from jetspec_jax.training.batches import Batch
-from jetspec_jax.training.examples import Example
+from jetspec_jax.training import step
+from jetspec_jax.training.data import packing
+from jetspec_jax.training.data.batches import Batch
+from jetspec_jax.training.data.examples import Example
+from jetspec_jax.training.recipe import Recipe
 
 MODEL = ModelConfig("qwen3", 48, 16, 2, 2, 1, 8, 24, 1e-6, 1e4, 512, True, True, eos_token_ids=(1,))
 HEAD = HeadConfig(48, 16, 1, 2, 1, 8, 24, 1e-6, 1e4, 512, 2, 4, 3, (0, 1), True)
@@ -66,7 +70,7 @@ def target(model=MODEL) -> load.LoadedTarget:
     )
 
 
-def recipe(steps=4, **change) -> step.Recipe:
+def recipe(steps=4, **change) -> Recipe:
     values = {
         "target": target().model,
         "head": HEAD,
@@ -78,7 +82,7 @@ def recipe(steps=4, **change) -> step.Recipe:
         "loss_chunk": 16,
         "seed": 0,
     }
-    return step.Recipe(**values | change)
+    return Recipe(**values | change)
 
 
 def example(name: str, tokens, prompt: int) -> Example:
@@ -97,3 +101,42 @@ def batch(packed: packing.Packed, rows, parts: int = 1) -> Batch:
     p = packed.select(np.asarray(rows))
     fold = lambda x: jnp.asarray(x.reshape(parts, -1, *x.shape[1:]))
     return Batch(*map(fold, (p.tokens, p.document, p.position, p.learnt, np.asarray(rows, np.int32))))
+
+
+@functools.lru_cache(None)
+def start(r: Recipe) -> step.TrainState:
+    """The state before the first step."""
+    return jax.jit(lambda norm: step.init(r, norm))(target().params["norm"])
+
+
+RUN = {
+    "target": "t",
+    "mask_token_id": 3,
+    "max_prompt_tokens": 9,
+    "max_new_tokens": 15,
+    "answer_batch": 4,
+    "sequence_length": WIDTH,
+    "heldout": 1,
+    "features": "memory",
+    "feature_batch": 2,
+    "head_layers": 1,
+    "tap_layers": (0, 1),
+    "block_size": 4,
+    "anchors": 4,
+    "steps": 2,
+    "batch": 2,
+    "peak_lr": 1e-2,
+    "log_every": 1,
+    "eval_every": 1,
+    "eval_budgets": (2, 4),
+    "eval_width": 2,
+    "loss_chunk": 64,
+}  # settings of a whole run in seconds
+
+
+def questions(folder: pathlib.Path) -> pathlib.Path:
+    """Writes a dozen prompts to learn from."""
+    path = folder / "rows.jsonl"
+    texts = ["ab", "cde", "f", "gh", "ijk", "l", "mn", "op", "q", "rst", "u", "v"]
+    path.write_text("".join(json.dumps({"id": f"s/{i}", "prompt": t}) + "\n" for i, t in enumerate(texts)))
+    return path

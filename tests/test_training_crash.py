@@ -65,9 +65,10 @@ import pathlib, sys, time
 sys.path.insert(0, "tests")
 import jax, numpy as np
 from small import WIDTH, random_examples, recipe, target
-from jetspec_jax import sharding
-from jetspec_jax.training import loop, packing
-from jetspec_jax.training.batches import Batches
+from jetspec_jax.models import sharding
+from jetspec_jax.training import loop
+from jetspec_jax.training.data import packing
+from jetspec_jax.training.data.batches import Batches
 
 class Hanging(Batches):
     def __getitem__(self, number):

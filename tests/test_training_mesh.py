@@ -20,8 +20,9 @@ sys.path.insert(0, "tests")
 import jax, jax.numpy as jnp, numpy as np, dataclasses
 from small import HEAD, WIDTH, random_examples, recipe, target
 from jetspec_jax.models import sharding
-from jetspec_jax.training import features, loop, packing, step
-from jetspec_jax.training.batches import Batches
+from jetspec_jax.training import features, loop, step
+from jetspec_jax.training.data import packing
+from jetspec_jax.training.data.batches import Batches
 from jetspec_jax.training import journal
 from jetspec_jax.training.checkpoints import Checkpoints
 

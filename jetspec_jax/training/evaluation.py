@@ -22,10 +22,9 @@ from jetspec_jax.layers.numerics import einsum
 from jetspec_jax.loop import tree as trees
 from jetspec_jax.training import anchors as anchor_rules
 from jetspec_jax.training import step, teacher
-from jetspec_jax.training.anchors import Anchors
-from jetspec_jax.training.batches import Batch, Data
-from jetspec_jax.training.packing import Packed
-from jetspec_jax.training.step import Recipe
+from jetspec_jax.training.data.batches import Batch, Data
+from jetspec_jax.training.data.packing import Packed
+from jetspec_jax.training.recipe import Recipe
 
 GROUP = 64  # anchors of a sequence that are drafted at a time
 RANKS = 8  # ranks told apart in the report
@@ -67,7 +66,7 @@ def _drafts(recipe: Recipe, nodes: int, width: int, target_params, scale, params
         recipe.target, target_params, part.tokens, part.document, part.position, recipe.head.tap_layers,
         recipe.attention,
     )  # fmt: skip
-    folded = step.fold(params, scale, recipe.dtype)
+    folded = recipe.learns.fold(params, scale, recipe.dtype)
     candidate = anchor_rules.candidates(part.learnt, part.document)
     table = step.unembedding(target_params)
     choice = _choices(recipe, target_params, features.final)
@@ -76,17 +75,15 @@ def _drafts(recipe: Recipe, nodes: int, width: int, target_params, scale, params
         """Anchors first .. first + size - 1 of every sequence."""
         position = jnp.minimum(first + jnp.arange(size), slots - 1)
         position = jnp.broadcast_to(position, (part.tokens.shape[0], size))
-        anchors = Anchors(position, jnp.take_along_axis(candidate, position, 1))
-        block = step.blocks(recipe, target_params, part, anchors)
-        hidden = step.drafted(recipe, folded, block, part, features, anchors)
-        label = anchor_rules.labels(anchors, slots, depth)
+        asked = recipe.learns.ask(recipe, target_params, part, position, jnp.take_along_axis(candidate, position, 1))
+        hidden = recipe.learns.hidden(recipe, folded, part, features, asked)
+        label = asked.label
         take = lambda x: jnp.take_along_axis(x, label.reshape(x.shape[0], -1), 1).reshape(label.shape)
         # The choice for depth k is made one position before the label.
         wanted = jnp.take_along_axis(choice, label.reshape(label.shape[0], -1) - 1, 1).reshape(label.shape)
         agrees = wanted == take(part.tokens)
         before = jnp.pad(agrees, ((0, 0), (0, 0), (1, 0)), constant_values=True)[..., :-1]
-        exists = anchor_rules.weights(anchors, part.learnt, part.document, depth, 0.0) > 0
-        known = exists & (jnp.cumprod(before, -1) > 0)
+        known = (asked.weight > 0) & (jnp.cumprod(before, -1) > 0)
 
         def one(row):  # a sequence at a time: its logits are size * D rows
             return _look_up(nodes, width, table, *row)

@@ -12,10 +12,10 @@ import numpy as np
 
 from jetspec_jax import __version__
 from jetspec_jax.files import checkpoint
-from jetspec_jax.training import journal, step
-from jetspec_jax.training.code_prompts import LICENCES
+from jetspec_jax.training import journal
+from jetspec_jax.training.data.code_prompts import LICENCES
+from jetspec_jax.training.recipe import Recipe
 from jetspec_jax.training.settings import Settings
-from jetspec_jax.training.step import Recipe
 
 SHARD_BYTES = 11_000_000  # small enough to travel as single files
 
@@ -87,7 +87,7 @@ def write(
     target: what `load_target` returns. params: f32, in the coordinates of scaled features, after `saved` updates. at:
     updates that the run has made so far. counts: of the data, as the pipeline gathers them.
     """
-    finished = step.fold(params, scale, "bfloat16")
+    finished = recipe.learns.fold(params, scale, "bfloat16")
     head, name = recipe.head, Path(target.source).name
     family = "jetspec" if head.causal else "dflash"
     metadata = {

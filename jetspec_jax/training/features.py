@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from jetspec_jax.config import ConfigError
 from jetspec_jax.training import files, teacher
-from jetspec_jax.training.packing import Packed
+from jetspec_jax.training.data.packing import Packed
 from jetspec_jax.training.teacher import Features
 
 MANIFEST = "manifest.json"

@@ -6,7 +6,7 @@ the method needs, a multiplication and an addition each, whatever is computed tw
     target forward (where it is part of the step)
         2 * tokens * parameters of its layers (of an MoE: those that a token uses)
         + 4 * tokens * S / 2 * N * H a layer                   scores and values under the causal mask
-    head, forward and twice that for backward, but fc once: nothing is differentiated by the features
+    a block head, forward and twice that for backward, but fc once: nothing is differentiated by the features
         2 * rows * parameters of its layers + 2 * tokens * (fc + K and V of its layers)
         + 4 * rows * (S / 2 + T) * N * H a layer               context before the anchor, and the block
     lm_head, 2 * slots * V * E each: draft, gradient, and teacher where the loss reads it
@@ -16,37 +16,34 @@ tokens = sequences * S, rows = sequences * anchors * T block rows, slots = rows 
 
 from __future__ import annotations
 
+import functools
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jetspec_jax.config import HeadConfig, ModelConfig
+from jetspec_jax.config import ModelConfig
 from jetspec_jax.layers.numerics import precision
-from jetspec_jax.training.step import Recipe
+from jetspec_jax.training.recipe import Recipe
 
 
 def parts(recipe: Recipe, target: ModelConfig, sequences: int, length: int, online: bool) -> dict[str, float]:
-    """Operations of one step by part: target, head_forward, head_backward, lm_head."""
-    head, tokens = recipe.head, sequences * length
-    rows = sequences * min(recipe.anchors, length) * head.block_size
-    fuse = 2 * tokens * len(head.tap_layers) * head.hidden_size * head.hidden_size
-    context = head.num_layers * 2 * head.hidden_size * head.num_kv_heads * head.head_dim
-    seen = 4 * rows * (length / 2 + head.block_size) * head.num_heads * head.head_dim * head.num_layers
-    forward = 2 * rows * row_parameters(head) + fuse + 2 * tokens * context + seen
+    """Returns operations of one step by part: target, head_forward, head_backward, lm_head."""
+    tokens = sequences * length
     own = 4 * tokens * length / 2 * target.num_heads * target.head_dim * target.num_layers
-    slots = rows // head.block_size * head.depth
+    head = recipe.learns.work(recipe, sequences, length)
+    slots = head.pop("slots")
     products = 2 + recipe.mix.teaches
     return {
         "target": float(2 * tokens * row_parameters(target) + own) if online else 0.0,
-        "head_forward": float(forward),
-        "head_backward": float(2 * forward - fuse),
-        "lm_head": float(products * 2 * slots * head.vocab_size * head.hidden_size),
+        **head,
+        "lm_head": float(products * 2 * slots * recipe.head.vocab_size * recipe.head.hidden_size),
     }
 
 
-def row_parameters(c: ModelConfig | HeadConfig) -> int:
-    """Matrix parameters that one row passes through."""
+def row_parameters(c: Any) -> int:
+    """Returns the matrix parameters that one row of a Qwen3 stack passes through; c: a target or a block head."""
     attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
     dense, total = 3 * c.hidden_size * c.intermediate_size, 0
     for i in range(c.num_layers):
@@ -58,8 +55,9 @@ def row_parameters(c: ModelConfig | HeadConfig) -> int:
     return total
 
 
+@functools.cache  # a run asks once for each command, a benchmark for every table: the device stays what it is
 def matrix_rate(dtype: str, size: int | None = None, seconds: float = 0.5) -> float:
-    """Operations a second of a large square product on one device, the best of several."""
+    """Returns operations a second of a large square product on one device, the best of several."""
     size = size or (8192 if jax.default_backend() != "cpu" else 1024)
     # Random: multiplying constants draws less power, so that a device clocks higher than it does in training.
     x = jax.random.normal(jax.random.key(0), (size, size), dtype)

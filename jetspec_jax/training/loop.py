@@ -20,11 +20,12 @@ import numpy as np
 
 from jetspec_jax.models import sharding
 from jetspec_jax.training import evaluation, features, flops, step
-from jetspec_jax.training.batches import Batch, Batches
 from jetspec_jax.training.checkpoints import Checkpoints
+from jetspec_jax.training.data.batches import Batch, Batches
+from jetspec_jax.training.data.packing import Packed
 from jetspec_jax.training.journal import Journal
-from jetspec_jax.training.packing import Packed
-from jetspec_jax.training.step import Metrics, Recipe, TrainState
+from jetspec_jax.training.recipe import Recipe
+from jetspec_jax.training.step import Metrics, TrainState
 from jetspec_jax.training.teacher import Features
 
 AHEAD = 3  # batches on the device at a time; more would fill it with what waits

@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.config import ConfigError, HeadConfig
+from jetspec_jax.config import ConfigError
 from jetspec_jax.training import files
-from jetspec_jax.training.packing import Packed
+from jetspec_jax.training.data.packing import Packed
 from jetspec_jax.training.settings import KINDS, Settings
 
 FILE = "settings.json"
@@ -34,7 +34,7 @@ FREE = frozenset(
 )
 
 
-def recipe(config: Settings, target, head: HeadConfig, steps: int, packed: Packed) -> dict[str, Any]:
+def recipe(config: Settings, target, head, steps: int, packed: Packed) -> dict[str, Any]:
     """All that decides what a training run learns and which of its heads is the best one."""
     named = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE}
     named |= {"tap_layers": head.tap_layers, "steps": steps}

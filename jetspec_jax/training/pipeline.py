@@ -30,34 +30,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax.config import ConfigError, HeadConfig, SamplingConfig, TreeConfig
+from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance, prompts
 from jetspec_jax.files import demo, load, pair
 from jetspec_jax.models import sharding
-from jetspec_jax.models.qwen3 import Qwen3Target
-from jetspec_jax.training import answers as answer_store
-from jetspec_jax.training import (
-    examples,
-    export,
-    features,
-    files,
-    loop,
-    manifest,
-    own_prompts,
-    packing,
-    pool,
-    regenerate,
-    rows,
-    step,
-    teacher,
-)
-from jetspec_jax.training.batches import Batches
+from jetspec_jax.training import export, features, files, loop, manifest, objective, regenerate, teacher
+from jetspec_jax.training import recipe as recipes
 from jetspec_jax.training.checkpoints import any_saved
-from jetspec_jax.training.examples import Example
-from jetspec_jax.training.losses import Mix
-from jetspec_jax.training.packing import Packed
+from jetspec_jax.training.data import answers as answer_store
+from jetspec_jax.training.data import examples, own_prompts, packing, pool, rows
+from jetspec_jax.training.data.batches import Batches
+from jetspec_jax.training.data.examples import Example
+from jetspec_jax.training.data.packing import Packed
+from jetspec_jax.training.objective import Objective
 from jetspec_jax.training.settings import Settings
-from jetspec_jax.training.step import Recipe
 
 MEMORY_SHARE = 0.82  # of the device, for features; the rest is for the step
 
@@ -94,8 +80,10 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
     # Said once, so that answers, rows and the exported head agree with how decoding will render prompts.
     mode = pair.thinking(target, None, config.thinking_switch)
     config = dataclasses.replace(config, thinking={None: "default", True: "on", False: "off"}[mode])
-    head = config.head_config(target.config, target.eos)
-    start = _start(config, target, head)
+    learns = objective.load(objective.module(config.family_name))
+    config.check_target(target.config, target.eos)
+    head = learns.configure(config, target.config)
+    start = _start(config, target, learns, head)
     if config.decode_prompts:
         _decoded(config, target, mode)  # a file that cannot be read is noticed now
     source = _source(config, workdir, log)
@@ -169,7 +157,7 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
         stored = features.Stored(workdir / "features", target, packed, head.tap_layers)
 
     # ---- training
-    recipe = make_recipe(config, target.model, target.dtype, head, steps, attention)
+    recipe = recipes.make(config, target.model, target.dtype, head, steps, attention)
     batches = Batches(
         packed, config.batch, config.accumulate, config.seed, stored, jax.process_index(), jax.process_count()
     )
@@ -178,7 +166,7 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
         config.resume_step,
     )  # fmt: skip
     begun_at = time.monotonic()
-    initial = step.unfold(start, scale) if start else None
+    initial = learns.unfold(start, scale) if start else None
     outcome = loop.train(recipe, target, scale, batches, kept, workdir / "train", plan, mesh, initial, on_time, log)
     at = int(outcome.state.step)
     log(f"train: step {at} of {steps}, {time.monotonic() - begun_at:.0f} s")
@@ -198,15 +186,7 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
     return at == steps
 
 
-def make_recipe(config: Settings, model: Qwen3Target, dtype, head: HeadConfig, steps: int, attention: str) -> Recipe:
-    """What is static in a step, from the settings."""
-    mix = Mix(config.forward_kl, config.reverse_kl, config.cross_entropy, config.loss_temperature)
-    same = {f.name for f in dataclasses.fields(Recipe)} & {f.name for f in dataclasses.fields(Settings)}
-    values = {name: getattr(config, name) for name in same - {"target", "dtype", "steps", "attention"}}
-    return Recipe(target=model, head=head, dtype=str(dtype), steps=steps, mix=mix, attention=attention, **values)
-
-
-def _start(config: Settings, target, head: HeadConfig) -> dict | None:
+def _start(config: Settings, target, learns: Objective, head) -> dict | None:
     """Parameters of the head to go on from; None where there is none.
 
     Raises:
@@ -218,12 +198,11 @@ def _start(config: Settings, target, head: HeadConfig) -> dict | None:
         found = load.load_head(config.init_head, target)
     except (ConfigError, OSError) as error:
         raise ConfigError(f"--config.init_head: {error}") from None
-    for field in dataclasses.fields(HeadConfig):
-        old, new = (getattr(c, field.name) for c in (found.config, head))
-        if old != new and field.name not in ("dtype", "max_positions"):
-            raise ConfigError(
-                f"--config.init_head={config.init_head}: its {field.name} is {old}, this run's {new}; make them equal"
-            )
+    if differs := learns.check_start(head, found.config):
+        name, old, new = differs
+        raise ConfigError(
+            f"--config.init_head={config.init_head}: its {name} is {old}, this run's {new}; make them equal"
+        )
     return found.params
 
 
@@ -381,9 +360,7 @@ def _settle(folder: Path, values: dict[str, Any], begun: bool, log: Log) -> None
         manifest.write(path, values)
 
 
-def _scale(
-    path: Path, begun: bool, config: Settings, target, packed: Packed, head: HeadConfig, attention: str
-) -> jax.Array:
+def _scale(path: Path, begun: bool, config: Settings, target, packed: Packed, head, attention: str) -> jax.Array:
     """The scale of the run's first command: a resumed run must not move its coordinates by a rounding."""
     if not begun:
         found = features.scale(target, packed, head.tap_layers, config.scale_sequences, config.feature_batch, attention)
@@ -401,7 +378,7 @@ def _scale(
     return jnp.asarray(stored)
 
 
-def _fitting(packed: Packed, target, head: HeadConfig, mesh, log: Log) -> Packed:
+def _fitting(packed: Packed, target, head, mesh, log: Log) -> Packed:
     """As many sequences as the devices hold features of."""
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     sequence = (len(head.tap_layers) + 1) * head.hidden_size * jnp.dtype(target.dtype).itemsize * packed.tokens.shape[1]

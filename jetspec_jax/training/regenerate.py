@@ -31,9 +31,10 @@ from jetspec_jax.config import ConfigError
 from jetspec_jax.files import demo, load, pair
 from jetspec_jax.loop.decoder import NONFINITE, STOP
 from jetspec_jax.loop.sampling import Sampling
-from jetspec_jax.training import answers as store
-from jetspec_jax.training import examples, files, rows
-from jetspec_jax.training.answers import Answers
+from jetspec_jax.training import files
+from jetspec_jax.training.data import answers as store
+from jetspec_jax.training.data import examples, rows
+from jetspec_jax.training.data.answers import Answers
 
 PROMPT_STEP = 128  # padded prompt widths are multiples of this: one prefill program each
 MANIFEST = "manifest.json"

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig, default_taps
+from jetspec_jax.config import ConfigError, ModelConfig
 
 STAGES = ("pool", "answers", "export")
 WHOLE = math.inf  # no upper limit
@@ -80,6 +80,7 @@ class Settings:
     scale_sequences: int = _number(64, 1)  # from which the channels' scale is taken
 
     # ---- head; every size that is not here is the target's
+    family: str = ""  # of the head; "" is jetspec, or dflash where causal is false
     head_layers: int = _number(5, 1, 100)
     taps: int = _number(5, 1, 100)  # tapped layers, spread by the published formula
     tap_layers: tuple[int, ...] = ()  # or exactly these, 0-based
@@ -133,21 +134,21 @@ class Settings:
             _in_range(field.name, getattr(self, field.name), field.metadata)
         if self.mask_token_id < 0:
             given = "is missing" if self.mask_token_id == -1 else f"{self.mask_token_id}: negative"
-            raise _wrong("mask_token_id", given, "give the id of an embedding row of the target that no text uses")
+            raise wrong("mask_token_id", given, "give the id of an embedding row of the target that no text uses")
         if not (self.forward_kl or self.reverse_kl or self.cross_entropy):
-            raise _wrong("forward_kl", 0, "forward_kl, reverse_kl and cross_entropy are all 0; give one a share")
+            raise wrong("forward_kl", 0, "forward_kl, reverse_kl and cross_entropy are all 0; give one a share")
         if bool(self.steps) == bool(self.epochs):
-            raise _wrong("steps", self.steps, f"epochs={self.epochs}: give one of the two")
+            raise wrong("steps", self.steps, f"epochs={self.epochs}: give one of the two")
         if self.batch % self.accumulate:
-            raise _wrong("accumulate", self.accumulate, f"it must divide batch={self.batch}")
+            raise wrong("accumulate", self.accumulate, f"it must divide batch={self.batch}")
         if self.block_size > self.sequence_length:
-            raise _wrong("block_size", self.block_size, f"longer than sequence_length={self.sequence_length}")
+            raise wrong("block_size", self.block_size, f"longer than sequence_length={self.sequence_length}")
         if not self.eval_budgets or not all(1 < b <= 1024 for b in self.eval_budgets):
-            raise _wrong("eval_budgets", self.eval_budgets, "give numbers in 2..1024")
+            raise wrong("eval_budgets", self.eval_budgets, "give numbers in 2..1024")
         if self.answers == "corpus" and not self.data:
-            raise _wrong("answers", "corpus", "give the rows with --config.data")
+            raise wrong("answers", "corpus", "give the rows with --config.data")
         if self.answers == "corpus" and self.own_prompts:
-            raise _wrong("own_prompts", self.own_prompts, "prompts without an answer need --config.answers=target")
+            raise wrong("own_prompts", self.own_prompts, "prompts without an answer need --config.answers=target")
 
     def check_files(self) -> None:
         """Refuses paths that do not exist, before anything slow; what may be a hub id is left to the loader."""
@@ -159,55 +160,28 @@ class Settings:
         for name in ("data", "prompt_sets", "decode_prompts"):
             value = getattr(self, name)
             if value and not Path(value).exists():
-                raise _wrong(name, value, "no such file or folder")
+                raise wrong(name, value, "no such file or folder")
         if self.prompt_sets and not Path(self.prompt_sets).is_dir():
-            raise _wrong("prompt_sets", self.prompt_sets, "a folder is needed")
+            raise wrong("prompt_sets", self.prompt_sets, "a folder is needed")
         if self.decode_prompts and not Path(self.decode_prompts).is_file():
-            raise _wrong("decode_prompts", self.decode_prompts, "a file is needed, this is a folder")
+            raise wrong("decode_prompts", self.decode_prompts, "a file is needed, this is a folder")
 
     @property
     def thinking_switch(self) -> bool | None:
         """What the chat template gets; None leaves it out."""
         return {"default": None, "on": True, "off": False}[self.thinking]
 
-    def head_config(self, target: ModelConfig, eos: tuple[int, ...]) -> HeadConfig:
-        """The head, with every other size from the target.
+    @property
+    def family_name(self) -> str:
+        """The family of the head."""
+        return self.family or ("jetspec" if self.causal else "dflash")
 
-        Raises:
-          ConfigError: the mask token or a tap does not fit this target.
-        """
-        rows = target.vocab_size
-        if self.mask_token_id >= rows:
-            raise _wrong("mask_token_id", self.mask_token_id, f"the target has the embedding rows 0..{rows - 1}")
+    def check_target(self, target: ModelConfig, eos: tuple[int, ...]) -> None:
+        """Refuses what no head of this target can have; its family looks at the rest."""
         if self.mask_token_id in eos:
-            raise _wrong(
-                "mask_token_id", self.mask_token_id, "an end token of the target; take a row that no text uses"
-            )
+            raise wrong("mask_token_id", self.mask_token_id, "an end token of the target; take a row that no text uses")
         if self.sequence_length > target.context_length:
-            raise _wrong("sequence_length", self.sequence_length, f"the target has {target.context_length} positions")
-        try:
-            return HeadConfig(
-                vocab_size=rows,
-                hidden_size=target.hidden_size,
-                num_layers=self.head_layers,
-                num_heads=target.num_heads,
-                num_kv_heads=target.num_kv_heads,
-                head_dim=target.head_dim,
-                intermediate_size=target.intermediate_size,
-                norm_eps=target.norm_eps,
-                rope_theta=target.rope_theta,
-                rope_scaling=target.rope_scaling,
-                max_positions=target.max_positions,
-                num_target_layers=target.num_layers,
-                block_size=self.block_size,
-                mask_token_id=self.mask_token_id,
-                tap_layers=self.tap_layers or default_taps(target.num_layers, self.taps),
-                causal=self.causal,
-                dtype="bfloat16",
-            )
-        except ConfigError as error:
-            key = "tap_layers" if self.tap_layers else "taps"
-            raise _wrong(key, self.tap_layers or self.taps, f"does not fit the target ({error})") from None
+            raise wrong("sequence_length", self.sequence_length, f"the target has {target.context_length} positions")
 
 
 PATHS = {"target", "data", "prompt_sets", "answer_head", "init_head", "decode_prompts"}  # "~" is the user's folder
@@ -243,7 +217,7 @@ def from_text(key: str, text: str) -> Any:
             return tuple(int(part) for part in text.strip("()[]").split(",") if part.strip())
         return kind(text)
     except (KeyError, ValueError, OverflowError):
-        raise _wrong(key, text, f"{_article(kind)} is needed") from None
+        raise wrong(key, text, f"{_article(kind)} is needed") from None
 
 
 def _fitted(name: str, value: Any, kind: Any) -> Any:
@@ -251,7 +225,7 @@ def _fitted(name: str, value: Any, kind: Any) -> Any:
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if kind is float and (whole or isinstance(value, numbers.Real)) and not isinstance(value, bool):
         if not math.isfinite(value):
-            raise _wrong(name, value, "a finite number is needed")
+            raise wrong(name, value, "a finite number is needed")
         return float(value)
     if kind is int and whole:
         return int(value)
@@ -261,18 +235,18 @@ def _fitted(name: str, value: Any, kind: Any) -> Any:
         return str(value)
     if kind == tuple[int, ...] and isinstance(value, list | tuple):
         return tuple(_fitted(name, part, int) for part in value)
-    raise _wrong(name, repr(value), f"{_article(kind)} is needed")
+    raise wrong(name, repr(value), f"{_article(kind)} is needed")
 
 
 def _in_range(name: str, value: Any, limits: Mapping[str, Any]) -> None:
     if "choices" in limits and value not in limits["choices"]:
         known = ", ".join(c or repr(c) for c in limits["choices"])
-        raise _wrong(name, value, f"choose one of {known}{_hint(value, limits['choices'])}")
+        raise wrong(name, value, f"choose one of {known}{_hint(value, limits['choices'])}")
     if "low" in limits:
         low, high = limits["low"], limits["high"]
         if value < low or value > high or (limits["above"] and value == low):
             end = "" if high == WHOLE else f" and <= {high:g}"
-            raise _wrong(name, value, f"give a number {'>' if limits['above'] else '>='} {low}{end}")
+            raise wrong(name, value, f"give a number {'>' if limits['above'] else '>='} {low}{end}")
 
 
 def _hint(value: str, choices: tuple[str, ...]) -> str:
@@ -285,6 +259,7 @@ def _article(kind: Any) -> str:
     return names.get(kind, "a list of whole numbers, such as 1,9,17")
 
 
-def _wrong(name: str, value: Any, why: str) -> ConfigError:
+def wrong(name: str, value: Any, why: str) -> ConfigError:
+    """Returns the error that names a key, its value and the fix."""
     text = str(value)
     return ConfigError(f"--config.{name}{' ' if text.startswith('is ') else '='}{text}: {why}")

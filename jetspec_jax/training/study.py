@@ -1,6 +1,6 @@
 """A small ablation: losses, mask and depth weighting, and whose answers are learnt, on equal data and steps.
 
-    python -m jetspec_jax.training.pool --data FOLDER --out pool.jsonl --code 0 --chat 0 --answers
+    python -m jetspec_jax.training.data.pool --data FOLDER --out pool.jsonl --code 0 --chat 0 --answers
     python -m jetspec_jax.training.study --config configs/smollm2_135m.py --data pool.jsonl --workdir DIR \\
         --prompts gsm8k.jsonl math500.jsonl --steps 1500 --max_minutes 8
 
@@ -33,8 +33,9 @@ from jetspec_jax.command import Parser
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
 from jetspec_jax.files import demo, load, pair
-from jetspec_jax.training import answers as answer_store
-from jetspec_jax.training import examples, files, loop, options, pipeline, regenerate, rows, settings
+from jetspec_jax.training import files, loop, options, pipeline, regenerate, settings
+from jetspec_jax.training.data import answers as answer_store
+from jetspec_jax.training.data import examples, rows
 from jetspec_jax.training.settings import Settings
 
 Log = Callable[[str], None]
@@ -167,7 +168,8 @@ def _select(target, config: Settings, out: Path) -> None:
             given.setdefault(row.identity, row)
     if not given:
         raise ConfigError(
-            f"--data={config.data}: no row has an answer; make it with `python -m jetspec_jax.training.pool --answers`"
+            f"--data={config.data}: no row has an answer; make the file with "
+            "`python -m jetspec_jax.training.data.pool --answers`"
         )
     thinking = pair.thinking(target, None, config.thinking_switch)
     asked = set(regenerate.ask(target, given.values(), config.max_prompt_tokens, thinking).identities)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jetspec_jax.training.examples import Example
+from jetspec_jax.training.data.examples import Example
 
 
 class Packed(NamedTuple):

@@ -18,7 +18,7 @@ import numpy as np
 
 from jetspec_jax.config import ConfigError
 from jetspec_jax.files.tokenizer import Tokenizer
-from jetspec_jax.training.rows import Row
+from jetspec_jax.training.data.rows import Row
 
 Messages = list[dict[str, str]]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
-from jetspec_jax.training.packing import Packed
+from jetspec_jax.training.data.packing import Packed
 from jetspec_jax.training.teacher import Features
 
 Data = Any  # numpy arrays on the host, jax arrays in a step

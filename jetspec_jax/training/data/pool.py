@@ -1,6 +1,6 @@
 """The pool of training prompts, as a file that `decode.py --prompt_file` could read.
 
-    python -m jetspec_jax.training.pool --data FOLDER --out pool.jsonl [--answers]
+    python -m jetspec_jax.training.data.pool --data FOLDER --out pool.jsonl [--answers]
 
 Mathematics (the train splits of GSM8K and MATH), code (MBPP outside its test split, and functions of installed
 packages, see `code_prompts`), and chat prompts of our own (`chat_topics`). No row of a benchmark, and none that shares
@@ -24,7 +24,8 @@ from typing import Any
 from jetspec_jax.command import Parser
 from jetspec_jax.config import ConfigError
 from jetspec_jax.evals import prompts
-from jetspec_jax.training import chat_topics, code_prompts, files
+from jetspec_jax.training import files
+from jetspec_jax.training.data import chat_topics, code_prompts
 
 SHARED_WORDS = 16  # in a row, with a benchmark's prompt: too close
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jetspec_jax.config import ConfigError
 from jetspec_jax.training import files
-from jetspec_jax.training.examples import Example
+from jetspec_jax.training.data.examples import Example
 
 LONGEST_PERIOD = 48  # tokens; repetitions of longer pieces are left alone
 KEPT_PERIODS = 2  # of a loop: enough to learn that it repeats

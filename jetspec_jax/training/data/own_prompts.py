@@ -16,7 +16,7 @@ import numpy as np
 from jetspec_jax.config import ConfigError
 from jetspec_jax.evals import prompts
 from jetspec_jax.loop.decoder import STOP
-from jetspec_jax.training import pool
+from jetspec_jax.training.data import pool
 from jetspec_jax.training.regenerate import Answerer
 
 MARK = "\u2042"  # stands where the user speaks; no template has it

@@ -1,0 +1,245 @@
+"""Training of the block heads (JetSpec, DFlash): blocks at drawn anchors, over the features before each.
+
+At inference a block reads a cached context of one length; here every anchor of a sequence is a block with a context of
+its own, through the layers that decode. Context keys and values are projected once a sequence. Two ways to attend give
+the same numbers: "xla" joins two partial attentions, over the context before the anchor and over the block itself, so
+that no mask of all blocks against all blocks is made; "cudnn" makes that mask and lets a fused kernel keep no score.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig, default_taps
+from jetspec_jax.drafts import block as block_draft
+from jetspec_jax.drafts.block import Head
+from jetspec_jax.layers import masks, rope
+from jetspec_jax.layers.attention import MASKED
+from jetspec_jax.layers.cache import KV
+from jetspec_jax.layers.numerics import einsum, rms_norm
+from jetspec_jax.training import anchors as anchor_rules
+from jetspec_jax.training import flops, settings, teacher
+from jetspec_jax.training.anchors import Anchors
+from jetspec_jax.training.data.batches import Batch
+from jetspec_jax.training.objective import Questions
+from jetspec_jax.training.recipe import Recipe
+from jetspec_jax.training.settings import Settings
+from jetspec_jax.training.teacher import Features
+
+NORM_SHARE = 0.3  # of the target's final norm, where the head's starts: first logits are flatter than the target's
+
+
+class Blocks(NamedTuple):
+    """What the forward reads beside the features."""
+
+    anchors: Anchors
+    embedded: Float[Array, "B A T E"]  # of [anchor, MASK, ...]
+
+
+def configure(config: Settings, target: ModelConfig) -> HeadConfig:
+    """Returns the head with every size that is no setting from the target.
+
+    Raises:
+      ConfigError: a tap or the mask does not fit this target, or the family is of the other mask.
+    """
+    rows = target.vocab_size
+    if config.mask_token_id >= rows:
+        why = f"the target has the embedding rows 0..{rows - 1}"
+        raise settings.wrong("mask_token_id", config.mask_token_id, why)
+    if config.family and config.causal != (config.family == "jetspec"):
+        raise settings.wrong("causal", str(config.causal).lower(), f"a {config.family} head is the other way round")
+    try:
+        return HeadConfig(
+            vocab_size=rows,
+            hidden_size=target.hidden_size,
+            num_layers=config.head_layers,
+            num_heads=target.num_heads,
+            num_kv_heads=target.num_kv_heads,
+            head_dim=target.head_dim,
+            intermediate_size=target.intermediate_size,
+            norm_eps=target.norm_eps,
+            rope_theta=target.rope_theta,
+            rope_scaling=target.rope_scaling,
+            max_positions=target.max_positions,
+            num_target_layers=target.num_layers,
+            block_size=config.block_size,
+            mask_token_id=config.mask_token_id,
+            tap_layers=config.tap_layers or default_taps(target.num_layers, config.taps),
+            causal=config.causal,
+            dtype="bfloat16",
+        )
+    except ConfigError as error:
+        key = "tap_layers" if config.tap_layers else "taps"
+        raise settings.wrong(key, config.tap_layers or config.taps, f"does not fit the target ({error})") from None
+
+
+def check_start(config: HeadConfig, found: HeadConfig) -> tuple[str, Any, Any] | None:
+    """Returns the first size in which the head to go on from differs from this run's."""
+    for field in dataclasses.fields(HeadConfig):
+        old, new = getattr(found, field.name), getattr(config, field.name)
+        if old != new and field.name not in ("dtype", "max_positions"):
+            return field.name, old, new
+    return None
+
+
+def init(config: HeadConfig, key: jax.Array, norm: Float[Array, " E"]) -> dict:
+    """Returns matrices from N(0, 0.02) and norms of one; the last norm is a share of the target's."""
+    _, shapes = block_draft.build(config, jnp.float32)
+    leaves, structure = jax.tree.flatten(shapes)
+    drawn = [
+        0.02 * jax.random.normal(k, leaf.shape) if len(leaf.shape) > 1 else jnp.ones(leaf.shape)
+        for k, leaf in zip(jax.random.split(key, len(leaves)), leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, drawn) | {"norm": NORM_SHARE * norm.astype(jnp.float32)}
+
+
+def fold(params: dict, scale: Float[Array, " F"], dtype) -> dict:
+    """Returns the parameters of the head that reads unscaled features, in `dtype`."""
+    folded = params | {"fc": params["fc"] / scale[:, None]}
+    return jax.tree.map(lambda x: x.astype(dtype), folded)
+
+
+def unfold(folded: dict, scale: Float[Array, " F"]) -> dict:
+    """Returns f32 parameters in the coordinates of scaled features, from those of a finished head."""
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), folded)
+    return wide | {"fc": wide["fc"] * scale[:, None]}
+
+
+def draw(recipe: Recipe, target_params: dict, part: Batch, keys: Key[Array, " B"]) -> Questions:
+    """Returns blocks at `recipe.anchors` places a sequence, drawn without replacement."""
+    candidate = anchor_rules.candidates(part.learnt, part.document)
+    return _asked(recipe, target_params, part, anchor_rules.sample(keys, candidate, recipe.anchors), recipe.gamma)
+
+
+def ask(
+    recipe: Recipe, target_params: dict, part: Batch, place: Int[Array, "B A"], valid: Bool[Array, "B A"]
+) -> Questions:
+    """Returns blocks at these places; every label that exists weighs 1."""
+    return _asked(recipe, target_params, part, Anchors(place, valid), 0.0)
+
+
+def _asked(recipe: Recipe, target_params, part: Batch, anchors: Anchors, gamma: float) -> Questions:
+    depth = recipe.head.depth
+    tokens = jnp.take_along_axis(part.tokens, anchors.position, 1)[..., None]
+    block = jnp.pad(tokens, ((0, 0), (0, 0), (0, depth)), constant_values=recipe.head.mask_token_id)
+    return Questions(
+        Blocks(anchors, recipe.target.embed(target_params, block)),
+        anchor_rules.labels(anchors, part.tokens.shape[1], depth),
+        anchor_rules.weights(anchors, part.learnt, part.document, depth, gamma),
+    )
+
+
+def hidden(recipe: Recipe, folded: dict, part: Batch, features: Features, asked: Questions) -> Float[Array, "B A D E"]:
+    """Returns hidden states of the drafted slots, with the parameters of the finished head."""
+    graphdef = block_draft.build(recipe.head, recipe.dtype)[0].graphdef
+    head = nnx.merge(graphdef, nnx.State(folded))
+    where = part.document, part.position
+    anchors, block = asked.inputs
+    return forward(head, block, anchors, features.taps, *where, recipe.attention, recipe.remat)[:, :, 1:]
+
+
+def work(recipe: Recipe, sequences: int, length: int) -> dict[str, float]:
+    """Returns operations of the head, counted as `flops` says, and the slots that meet lm_head."""
+    head, tokens = recipe.head, sequences * length
+    rows = sequences * min(recipe.anchors, length) * head.block_size
+    fuse = 2 * tokens * len(head.tap_layers) * head.hidden_size * head.hidden_size
+    context = head.num_layers * 2 * head.hidden_size * head.num_kv_heads * head.head_dim
+    seen = 4 * rows * (length / 2 + head.block_size) * head.num_heads * head.head_dim * head.num_layers
+    once = 2 * rows * flops.row_parameters(head) + fuse + 2 * tokens * context + seen
+    return {
+        "head_forward": float(once),
+        "head_backward": float(2 * once - fuse),
+        "slots": float(rows // head.block_size * head.depth),
+    }
+
+
+def describe(config: HeadConfig) -> dict[str, str]:
+    """Returns the block of a head, for its model card."""
+    mask = "causal" if config.causal else "bidirectional"
+    return {"block": f"{config.block_size} slots, {mask}, mask token {config.mask_token_id}"}
+
+
+def forward(
+    head: Head,
+    block: Float[Array, "B A T E"],
+    anchors: Anchors,
+    features: Float[Array, "B S F"],
+    document: Int[Array, "B S"],
+    position: Int[Array, "B S"],
+    attention: str = "xla",
+    remat: bool = False,
+) -> Float[Array, "B A T E"]:
+    """Hidden states of every slot of every block, for the target's lm_head.
+
+    block: embeddings of [anchor, MASK, ...], T = block size. features: tapped target features of the sequence; what
+    lies at or after an anchor, or in another document, is not read by its block. remat: keep only what enters a layer.
+    """
+    c = head.config
+    batch, count, slots, embed = block.shape
+    context = head.context_kv(head.context(features), position)
+    seen = anchor_rules.seen(anchors, document)
+    own = (masks.causal(slots) if c.causal else jnp.ones((1, slots, slots), bool))[0]
+    start = jnp.take_along_axis(position, anchors.position, 1)
+    positions = (start[..., None] + jnp.arange(slots)).reshape(batch, -1)
+    angles = rope.angles(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+
+    # The f32 scores of a layer are larger than everything else that a step keeps, so they are always made again.
+    attend = _fused if attention == "cudnn" else _attend if remat else jax.checkpoint(_attend)
+
+    def run(layer, x, kv):
+        q, k, v = layer.project(layer.normed(x), angles)
+        return layer.finish(x, attend(q, (k, v), kv, seen, own))
+
+    x = block.reshape(batch, count * slots, embed)
+    for layer, kv in zip(head.layers, context, strict=True):
+        through = functools.partial(run, layer)
+        x = (jax.checkpoint(through) if remat else through)(x, kv)
+    return rms_norm(x, head.norm[...], c.norm_eps).reshape(block.shape)
+
+
+def _attend(
+    q: Float[Array, "B R N H"], block: KV, context: KV, seen: Bool[Array, "B A S"], own: Bool[Array, "T T"]
+) -> Float[Array, "B R N H"]:
+    """R = A * T block rows over their context and their own block; softmax over both in f32."""
+    batch, rows, heads, dim = q.shape
+    kv_heads, count, slots = block[0].shape[1], seen.shape[1], own.shape[0]
+    q = q.reshape(batch, count, slots, kv_heads, heads // kv_heads, dim).transpose(0, 3, 4, 1, 2, 5)
+    k, v = (x.reshape(batch, kv_heads, count, slots, dim) for x in block)
+    scale = 1 / math.sqrt(dim)
+    before = einsum("bkgath,bksh->bkgats", q, context[0], jnp.float32) * scale
+    before = jnp.where(seen[:, None, None, :, None], before, MASKED)
+    within = jnp.where(own, einsum("bkgath,bkarh->bkgatr", q, k, jnp.float32) * scale, MASKED)
+
+    # A slot always sees itself, so the peak is a real score and no row is empty.
+    peak = jax.lax.stop_gradient(jnp.maximum(before.max(-1), within.max(-1)))[..., None]
+    before, within = jnp.exp(before - peak), jnp.exp(within - peak)
+    total = before.sum(-1) + within.sum(-1)
+    value = einsum("bkgats,bksh->bkgath", before.astype(v.dtype), context[1], jnp.float32)
+    value = value + einsum("bkgatr,bkarh->bkgath", within.astype(v.dtype), v, jnp.float32)
+    out = (value / total[..., None]).astype(v.dtype)
+    return out.transpose(0, 3, 4, 1, 2, 5).reshape(batch, rows, heads, dim)
+
+
+def _fused(
+    q: Float[Array, "B R N H"],
+    block: KV,
+    context: KV,
+    seen: Bool[Array, "B A S"],
+    own: Bool[Array, "T T"],
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Float[Array, "B R N H"]:
+    """The same over one list of keys: the context, then all blocks."""
+    slots, count = own.shape[0], seen.shape[1]
+    block_of = jnp.arange(count * slots) // slots
+    blocks = (block_of[:, None] == block_of) & jnp.tile(own, (count, count))
+    mask = jnp.concatenate([seen.repeat(slots, 1), jnp.broadcast_to(blocks, (seen.shape[0], *blocks.shape))], axis=-1)
+    k, v = (jnp.concatenate([c, b], axis=2) for c, b in zip(context, block, strict=True))
+    return teacher.fused(q, k, v, mask, implementation=implementation)

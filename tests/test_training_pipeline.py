@@ -1,0 +1,227 @@
+"""The stages one after the other: what each leaves, what is refused, where the same command goes on."""
+
+import dataclasses
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import (
+    HEAD,
+    MODEL,
+    RUN,
+    WIDTH,
+    questions,
+    random_examples,
+    recipe,
+    target,
+)
+
+from jetspec_jax.config import ConfigError
+from jetspec_jax.files import load
+from jetspec_jax.training import (
+    files,
+    loop,
+    manifest,
+    pipeline,
+    plot,
+    regenerate,
+    settings,
+    step,
+)
+from jetspec_jax.training.data import answers as answer_store
+from jetspec_jax.training.data import packing, rows
+from jetspec_jax.training.objectives import block as learns
+
+
+def test_the_pipeline_leaves_a_head_that_loads_bit_equal(loaded, tmp_path):
+    data = questions(tmp_path)
+    asked = tmp_path / "prompts.jsonl"
+    asked.write_text(json.dumps({"messages": [{"role": "user", "content": "ab"}]}) + "\n")
+    given = RUN | {"data": str(data), "decode_prompts": str(asked), "decode_budget": 4}
+    config = settings.make(given, "c")
+    log = []
+    assert pipeline.run(config, tmp_path / "run", log.append)
+    assert any(line.startswith("decode: acceptance length") for line in log)
+    folder = tmp_path / "run" / "head"
+    head = load.load_head(folder, target())
+    assert head.config == dataclasses.replace(learns.configure(config, MODEL), dtype="bfloat16")
+    assert head.metadata["target_fingerprint"] == "f00d" and head.metadata["training_length"] < WIDTH
+    card, stored = (folder / "README.md").read_text(), answer_store.read(tmp_path / "run" / "answers")
+    assert "12 prompts, of which 0 were left out; 12 greedy answers" in card and "Unfinished" not in card
+    longest = max(e.tokens.size for e in answer_store.learnable(stored, [""] * 12, False)[0])
+    assert f"| longest row in training | {head.metadata['training_length']} tokens |" in card
+    assert head.metadata["training_length"] == longest
+    assert "| s | 11 |" in card and "11 examples with" in card and "1 held out" in card
+    assert "causal, mask token 3" in card and "held-out, budget 4" in card
+    scale = jnp.asarray(np.load(tmp_path / "run" / "scale.npy"))
+    with loop.Checkpoints(tmp_path / "run" / "train") as checkpoints:
+        like = jax.jit(lambda n: step.init(recipe(), n))(target().params["norm"])
+        params = (checkpoints.restore_best(like.params, print) or pytest.fail("no best head"))[0]
+    wanted = jax.tree.map(lambda x: x.astype(jnp.float32), learns.fold(params, scale, "bfloat16"))
+    jax.tree.map(np.testing.assert_array_equal, head.params, wanted)
+
+    log.clear()
+    assert pipeline.run(config, tmp_path / "run", log.append)
+    assert not any("batch 1/" in line for line in log) and any("going on at step 2" in line for line in log)
+    jax.tree.map(np.testing.assert_array_equal, load.load_head(folder, target()).params, head.params)
+
+
+def test_another_recipe_than_the_checkpoints_is_refused_by_name(loaded, tmp_path):
+    data = questions(tmp_path)
+    given = RUN | {"data": str(data), "eval_sequences": 0}
+    go = lambda **change: pipeline.run(settings.make(given | change, "c"), tmp_path / "run", lambda line: None)
+    assert go()
+    for change, line in [
+        ({"tap_layers": (1, 0)}, "--config.tap_layers=1,0: "),
+        (
+            {"causal": False},
+            "--config.causal=false: .*/train was made with true; use a new --workdir, or the old value",
+        ),
+        ({"head_layers": 2}, "--config.head_layers=2: .* was made with 1;"),
+        ({"steps": 3}, "--config.steps=3: .* was made with 2;"),
+        ({"peak_lr": 0.5, "seed": 7}, "--config.seed=7: .* was made with 0;"),
+        ({"heldout": 0}, "--config.heldout=0: .* was made with 1;"),
+    ]:
+        with pytest.raises(ConfigError, match=line):
+            go(**change)
+    assert go(log_every=2, save_every=1, features="online", accumulate=2)
+
+    # Without its scale the run cannot go on; another one would move its coordinates.
+    scale = tmp_path / "run" / "scale.npy"
+    scale.write_bytes(scale.read_bytes()[:-9])
+    with pytest.raises(ConfigError, match=r"scale.npy: cannot be read .*; copy it back, or use a new --workdir"):
+        go()
+
+
+def test_time_is_up_in_training(loaded, tmp_path, monkeypatch):
+    """No head of random parameters; one of an unfinished run says so."""
+    given = RUN | {"data": str(questions(tmp_path)), "target": "t", "eval_sequences": 0}
+    config, log, real = settings.make(given, "c"), [], loop.train
+    go = lambda steps: monkeypatch.setattr(
+        loop, "train", lambda *a: real(*a[:-2], iter([True] * steps + [False] * 9).__next__, a[-1])
+    )
+    go(0)
+    assert not pipeline.run(config, tmp_path / "run", log.append)
+    assert "train: time is up at step 0 of 2; the same command goes on" in log
+    assert not (tmp_path / "run" / "head").exists() and not any((tmp_path / "run" / "train" / "states").glob("[0-9]*"))
+    go(1)
+    assert not pipeline.run(config, tmp_path / "run", log.append)
+    assert log[-1].endswith("head (step 1; unfinished: the run is at step 1 of 2)")
+    card = tmp_path / "run" / "head" / "README.md"
+    assert "**Unfinished: the run is at step 1 of 2.**" in card.read_text()
+    go(1)
+    assert pipeline.run(config, tmp_path / "run", log.append) and "Unfinished" not in card.read_text()
+
+
+def test_every_setting_is_free_or_of_the_recipe():
+    assert set(settings.KINDS) >= manifest.FREE
+    config = settings.make({"mask_token_id": 3, "steps": 1, "data": "d"}, "c")
+    packed = packing.pack(random_examples(3), WIDTH)
+    values = manifest.recipe(config, target(), HEAD, 1, packed)
+    assert set(settings.KINDS) <= set(values) | manifest.FREE
+    relearnt = packed._replace(learnt=~packed.learnt)
+    assert manifest.recipe(config, target(), HEAD, 1, relearnt)["data_digest"] != values["data_digest"]
+
+
+def test_a_manifest_that_is_no_object_matches_nothing(tmp_path):
+    (tmp_path / "settings.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"no readable manifest .no JSON object.; fix"):
+        manifest.check(tmp_path / "settings.json", {"a": 1}, "fix")
+
+
+def test_outputs_of_other_settings_are_refused_by_name(loaded, tmp_path, monkeypatch):
+    found = [{"id": f"s/{i}", "messages": [{"role": "user", "content": t}]} for i, t in enumerate(["ab", "cde"])]
+    monkeypatch.setattr(pipeline.pool, "build", lambda *given: (found, {}))
+    own = [found[0] | {"id": "own/0"}]
+    monkeypatch.setattr(pipeline.own_prompts, "write", lambda *given: own)
+    monkeypatch.setattr(pipeline.pool, "Forbidden", lambda folder: types.SimpleNamespace(matches=None, digest="abc"))
+    given = RUN | {"prompt_sets": str(tmp_path), "target": "t", "until": "answers", "own_prompts": 1}
+    go = lambda **change: pipeline.run(settings.make(given | change, "c"), tmp_path / "run", lambda line: None)
+    assert go()
+    with pytest.raises(ConfigError, match=r"--config.code_prompts=5: .*; remove .*/pool.jsonl to make it anew, use a"):
+        go(code_prompts=5)
+    for key in ("own_prompts", "max_prompts"):
+        with pytest.raises(ConfigError, match=rf"--config.{key}=2: .*/answers was made with .*; remove .*/answers"):
+            go(**{key: 2})
+    (tmp_path / "run" / "pool.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"--config.code_prompts=5: .*; remove .*/answers"):
+        go(code_prompts=5)  # the pool is made anew, its answers are stale
+    part = next((tmp_path / "run" / "answers").glob("part-*"))
+    part.write_bytes(part.read_bytes()[:-30])
+    with pytest.raises(ConfigError, match=r"part-00000.npz: not a whole file of answers \(.*\); remove it"):
+        answer_store.read(part.parent)
+    part.unlink()
+    assert go(code_prompts=5)
+
+
+def test_own_prompts_keep_off_the_benchmarks_of_prompt_sets_beside_other_rows(loaded, tmp_path, monkeypatch):
+    asked = []
+    known = lambda folder: types.SimpleNamespace(matches=folder, digest=folder.name)
+    monkeypatch.setattr(pipeline.pool, "Forbidden", known)
+    monkeypatch.setattr(pipeline.own_prompts, "write", lambda *given: asked.append(given[5]) or [])
+    given = RUN | {"data": str(questions(tmp_path)), "target": "t", "until": "answers", "own_prompts": 1}
+    log = []
+    for name, change in (("with", {"prompt_sets": str(tmp_path)}), ("without", {})):
+        assert pipeline.run(settings.make(given | change, "c"), tmp_path / name, log.append)
+    assert asked[0] == tmp_path and asked[1]("text") is False
+    assert sum(line.startswith("own prompts: not compared") for line in log) == 1
+    # What was kept off no benchmark is not taken for what was; the other way round it is good enough.
+    with pytest.raises(ConfigError, match=r"benchmarks=.*made with none; remove .*/own.jsonl"):
+        pipeline.run(settings.make(given | {"prompt_sets": str(tmp_path)}, "c"), tmp_path / "without", log.append)
+    assert pipeline.run(settings.make(given, "c"), tmp_path / "with", log.append)
+
+
+def test_what_cannot_work_is_refused_before_anything_slow(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline, "_source", lambda *given: pytest.fail("too late"))
+    config = lambda **change: settings.make(RUN | {"data": str(questions(tmp_path)), "target": "t"} | change, "c")
+    head = learns.configure(config(), target().config)
+    other = types.SimpleNamespace(config=dataclasses.replace(head, max_positions=9, block_size=5), params={})
+    monkeypatch.setattr(load, "load_head", lambda source, target: other)
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"messages": [{"role": "user", "content": "a" * 40}]}) + "\n")
+    for change, message in [
+        ({"init_head": "h"}, "--config.init_head=h: its block_size is 5, this run's 4; make them equal"),
+        ({"decode_prompts": str(tmp_path)}, "--config.decode_prompts=.*: a file is needed, this is a folder"),
+        ({"decode_prompts": str(long)}, "--config.decode_prompts=.*: no prompt of the file is short enough"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            pipeline.run(config(**change), tmp_path / "run", lambda line: None)
+    with files.alone(tmp_path / "run"), pytest.raises(ConfigError, match="run: another command is at work in it"):
+        pipeline.run(config(), tmp_path / "run", lambda line: None)
+
+
+@pytest.mark.slow
+def test_the_answers_as_a_data_set_of_their_own(loaded, tmp_path):
+    """Regenerated rows, features in files, going on from a head that is there."""
+    data = questions(tmp_path)
+    first = settings.make(RUN | {"data": str(data), "eval_sequences": 0}, "c")
+    assert pipeline.run(first, tmp_path / "run", lambda line: None)
+    folder, regenerated, log = tmp_path / "run" / "head", tmp_path / "answers.jsonl", []
+    asked = regenerate.ask(target(), rows.read(data), 9, None)
+    regenerate.write_rows(regenerated, target(), asked, answer_store.read(tmp_path / "run" / "answers"))
+    change = {"data": str(regenerated), "answers": "corpus", "features": "disk", "init_head": str(folder), "steps": 1}
+    assert pipeline.run(settings.make(RUN | change | {"target": "t"}, "c"), tmp_path / "second", log.append)
+    assert any(line.startswith("data: 12 rows read, 12 used") for line in log)
+    assert "12 rows with their own answers" in (tmp_path / "second" / "head" / "README.md").read_text()
+    assert (tmp_path / "second" / "features" / "manifest.json").is_file()
+
+
+def test_the_curves_are_drawn_or_the_missing_package_is_named(tmp_path, capsys):
+    record = {"step": 1, "loss": 2.0, "run_length": 1.5, "heldout": {"acceptance": {"16": 2.0}}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n" + '{"step": 2, "lo')
+    status = plot.main([str(tmp_path)])
+    if status:
+        assert "needs matplotlib" in capsys.readouterr().err
+    else:
+        assert (tmp_path / "curves.png").stat().st_size > 1000
+    assert plot.main([str(tmp_path / "none")]) == 1 and plot.main([]) == 2
+
+
+def test_a_work_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    config = settings.make({"mask_token_id": 3, "steps": 1, "data": str(tmp_path)}, "c")
+    with pytest.raises(ConfigError, match=r"--workdir=.*/file/y: cannot be made \(Not a directory\); give a folder"):
+        pipeline.run(config, tmp_path / "file" / "y", print)

@@ -1,0 +1,159 @@
+"""Settings of a run: ranges, the command line, the committed configurations."""
+
+import dataclasses
+import math
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from small import MODEL as SMALL
+
+from jetspec_jax.config import ConfigError
+from jetspec_jax.training import (
+    options,
+    settings,
+)
+from jetspec_jax.training.objectives import block as learns
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+LEAST = {"mask_token_id": 3, "steps": 10, "data": "x"}
+
+
+MODEL = dataclasses.replace(SMALL, num_layers=4)
+
+
+WRONG = [
+    ({"mask_token_id": -1}, "mask_token_id is missing: give the id"),
+    ({"mask_token_id": -7}, "mask_token_id=-7: negative"),
+    ({"block_size": 1}, "block_size=1: give a number >= 2"),
+    ({"sequence_length": 8}, "block_size=16: longer than sequence_length=8"),
+    ({"dtype": "bfloat61"}, "dtype=bfloat61: choose one of .*did you mean bfloat16"),
+    ({"clip": 0}, "clip=0.0: give a number > 0"),
+    ({"peak_lr": math.nan}, "peak_lr=nan: a finite number is needed"),
+    ({"gamma": math.inf}, "gamma=inf: a finite number"),
+    ({"anchors": 2.5}, "anchors=2.5: a whole number is needed"),
+    ({"anchors": True}, "anchors=True: a whole number"),
+    ({"causal": 1}, "causal=1: true or false is needed"),
+    ({"tap_layers": "1,2"}, "tap_layers='1,2': a list of whole numbers"),
+    ({"beta2": 1.0}, "beta2=1.0: give a number >= 0 and <= 0.99999"),
+    ({"forward_kl": 0.0}, "are all 0; give one a share"),
+    ({"steps": 0}, "give one of the two"),
+    ({"batch": 8, "accumulate": 3}, "accumulate=3: it must divide batch=8"),
+    ({"eval_budgets": (1, 16)}, "give numbers in 2..1024"),
+    ({"answers": "corpus", "data": ""}, "give the rows with"),
+    ({"untill": "pool"}, "untill: no such key; did you mean until"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG, ids=lambda x: str(x)[:24])
+def test_wrong_settings_are_named(change, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        settings.make(LEAST | change, "c.py")
+    assert "\n" not in str(error.value)
+
+
+def test_taps_and_the_mask_must_fit_the_target():
+    make = lambda **change: settings.make(LEAST | {"tap_layers": (0, 2), "sequence_length": 64} | change, "c.py")
+
+    def fit(**change):
+        config = make(**change)
+        config.check_target(MODEL, (1, 2))
+        return learns.configure(config, MODEL)
+
+    head = fit()
+    assert head.tap_layers == (0, 2) and head.vocab_size == 48 and head.causal
+    for change, message in [
+        ({"mask_token_id": 48}, "mask_token_id=48: the target has the embedding rows 0..47"),
+        ({"mask_token_id": 2}, "mask_token_id=2: an end token of the target"),
+        ({"tap_layers": (0, 4)}, r"tap_layers=\(0, 4\): does not fit the target .*0-based, 0..3"),
+        ({"tap_layers": (1, 1)}, "a layer is listed twice"),
+        ({"sequence_length": 513}, "the target has 512 positions"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            fit(**change)
+
+
+def test_missing_paths_are_noticed_at_once(tmp_path):
+    for change, message in [
+        ({"data": ""}, "--config.data is missing"),
+        ({"data": str(tmp_path / "rows")}, r"--config.data=.*rows: no such file or folder"),
+        ({"data": "", "prompt_sets": str(tmp_path / "x")}, "prompt_sets=.*x: no such file"),
+        ({"data": str(tmp_path), "decode_prompts": "nowhere.jsonl"}, "decode_prompts=nowhere.jsonl: no such file"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            settings.make(LEAST | change, "c.py").check_files()
+
+
+def test_command_line(tmp_path):
+    path = tmp_path / "c.py"
+    path.write_text("def get_config():\n  return dict(mask_token_id=3, steps=1, data='d', gamma=7)\n")
+    base = ["--config", str(path), f"--workdir={tmp_path}"]
+    config, workdir = options.parse([*base, "--config.steps=7", "--config.causal", "false", "--config.tap_layers=1,9"])
+    assert (config.steps, config.causal, config.gamma, config.tap_layers) == (7, False, 7.0, (1, 9))
+    assert workdir == tmp_path
+    for wrong, message in [
+        ("--config.stepz=3", r"did you mean --config\.steps"),
+        ("--config.steps=x", "steps=x: a whole number is needed"),
+        ("--config.peak_lr=nan", "a finite number"),
+        ("--config.causal=maybe", "true or false"),
+        ("--wordkir=x", "did you mean --workdir"),
+        ("--config.steps", "a value is missing"),
+        ("steps=3", "not an option"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            options.parse([*base, wrong])
+    for text, message in [
+        ("x = 1", "no function get_config"),
+        ("get_config = 3", "no function get_config"),
+        ("def get_config(): return 7", "returns int; a ConfigDict or dict"),
+        ("def get_config(): return {}['a']", "get_config.. fails .KeyError"),
+        ("def get_config(a): return {}", "get_config.. fails .TypeError"),
+        ("raise SystemExit(3)", "not a configuration file"),
+        ("def get_config(:", "not a configuration file .SyntaxError"),
+        ("def get_config(): return {'stepz': 3}", "c.py: stepz: no such key; did you mean steps"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message) as error:
+            options.parse(base)
+        assert "\n" not in str(error.value)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="a folder is needed"):
+        options.parse([*base[:2], f"--workdir={tmp_path / 'file'}"])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda p: p.stem)
+def test_committed_configurations_are_valid(path):
+    config = settings.make(options.load(path) | {"data": "rows.jsonl", "prompt_sets": ""}, str(path))
+    assert config.steps or config.epochs
+    text = path.read_text()
+    assert f"--config configs/{path.name}" in text and ("Run " in text or "Not run" in text)
+
+
+def cli(*argv):
+    return subprocess.run(
+        [sys.executable, "train.py", *argv], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_mistakes_on_the_command_line_are_one_line(tmp_path):
+    path = tmp_path / "c.py"
+    path.write_text("def get_config():\n  return dict(mask_token_id=3, steps=1)\n")
+    base = [f"--config={path}", f"--workdir={tmp_path / 'w'}"]
+    for more, message in [
+        ([], "--config.data is missing"),
+        (["--config.data=nowhere"], "--config.data=nowhere: no such file or folder"),
+        (["--config.dtaa=x"], "--config.dtaa: no such key; did you mean --config.data?"),
+    ]:
+        got = cli(*base, *more)
+        assert got.returncode == 2 and got.stdout == ""
+        assert got.stderr == f"train.py: {message}" + got.stderr[len(f"train.py: {message}") :]
+        assert got.stderr.count("\n") == 1 and "Traceback" not in got.stderr
+    assert not (tmp_path / "w").exists()
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"text": "x"}\n')
+    got = cli(*base, f"--config.data={data}", "--config.target=nowhere")
+    assert got.returncode == 1 and got.stderr.startswith("train.py: nowhere: no such file or folder")
+    assert got.stderr.count("\n") == 1
