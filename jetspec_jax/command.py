@@ -85,6 +85,12 @@ def start(module: str) -> NoReturn:
     sys.exit(status)
 
 
+# The installed commands; the modules are imported when they run.
+decode, train, audit, doctor = (
+    functools.partial(start, f"jetspec_jax.{name}") for name in ("decode", "train", "audit", "doctor")
+)
+
+
 class Args(argparse.Namespace):
     """Values by the names of their options; `given` holds the names that the words had."""
 
@@ -133,7 +139,8 @@ class Line:
         self.positional = {option.name: option for option in positional}
         self._parser = _Parser(doc)
         for name, option in self.positional.items():
-            self._parser.add_argument(name, help=_help(option), metavar=option.metavar or name.upper())
+            count = None if option.required else "?"
+            self._parser.add_argument(name, nargs=count, help=_help(option), metavar=option.metavar or name.upper())
         for name, option in self.options.items():
             more: dict[str, Any] = {"nargs": "+"} if option.many else {}
             more |= {"action": "append"} if option.kind == "texts" else {}

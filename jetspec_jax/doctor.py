@@ -240,7 +240,10 @@ LINE = command.Line(
         Option("max_new_tokens", "whole", "New tokens a prompt.", 96, low=1),
         command.JSON,
     ],
-    [Option("target", "text", "A folder, a .gguf file or a hub id."), Option("head", "text", "A folder or a hub id.")],
+    [
+        Option("target", "text", "A folder, a .gguf file or a hub id.", required=True),
+        Option("head", "text", "A folder or a hub id.", required=True),
+    ],
 )
 
 

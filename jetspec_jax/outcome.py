@@ -76,15 +76,16 @@ def line(error: BaseException, full: str = "") -> str:
     """One line for people. full: what helps where the device is full."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    text, kind = " ".join(str(error).split()), type(error).__name__
+    text, kind = str(error), type(error).__name__
     if _ours(error):
-        return _cut(text)
+        return _cut(" ".join(text.split()))
+    text = next(filter(None, map(str.strip, text.splitlines())), "")
     stored = _no_space(error)
     if stored is not None:
         return _cut(stored)
-    if isinstance(error, OSError) and error.strerror:
-        where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
-        return _cut(f"{where or 'file'}: {error.strerror}")
+    if isinstance(error, OSError):
+        where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        return _cut(f"{where}{error.strerror or text}")
     if isinstance(error, MemoryError):
         return "out of memory; a smaller model, batch or context needs less"
     if isinstance(error, RecursionError):

@@ -7,21 +7,32 @@ DIR is a run's work folder or its train folder; the picture goes to DIR/curves.p
 
 from __future__ import annotations
 
-import sys
+if __name__ == "__main__":  # before the slow imports
+    from jetspec_jax import command
+
+    command.start("jetspec_jax.training.plot")
+
+from collections.abc import Sequence
 from pathlib import Path
 
+from jetspec_jax import command
+from jetspec_jax.config import ConfigError
+from jetspec_jax.options import Option
 from jetspec_jax.training import journal
 
 
 def draw(folder: Path, out: Path) -> None:
-    """Reads metrics.jsonl and writes a picture. Raises ImportError without matplotlib, OSError without records."""
+    """Reads metrics.jsonl and writes a picture. Raises ConfigError without records, or without matplotlib."""
     records = journal.read(folder)
     if not records:
-        raise OSError(f"{folder / journal.FILE}: no records; give the folder of a run")
-    import matplotlib
+        raise ConfigError(f"{folder / journal.FILE}: no records; give the folder of a run")
+    try:
+        import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise ConfigError('it needs matplotlib: pip install "jetspec_jax[plot]"') from None
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     steps = [r["step"] for r in records]
@@ -38,25 +49,23 @@ def draw(folder: Path, out: Path) -> None:
     pyplot.close(figure)
 
 
-def main(argv: list[str]) -> int:
+LINE = command.Line(
+    __doc__,
+    [],
+    [
+        Option("folder", "text", "A run's work folder or its train folder.", required=True, metavar="DIR"),
+        Option("out", "text", "The picture. Default: DIR/curves.png.", metavar="OUT.png"),
+    ],
+)
+
+
+@command.tool("plot")
+def main(argv: Sequence[str]) -> int:
     """The command of the module's docstring; the exit status."""
-    if len(argv) not in (1, 2):
-        print(__doc__.split("\n\n")[1].strip(), file=sys.stderr)
-        return 2
-    folder = Path(argv[0])
+    args = LINE.parse(argv)
+    folder = Path(args.folder)
     folder = folder / "train" if (folder / "train" / journal.FILE).is_file() else folder
-    out = Path(argv[1]) if len(argv) == 2 else folder / "curves.png"
-    try:
-        draw(folder, out)
-    except ImportError:
-        print('plot: it needs matplotlib: pip install "jetspec_jax[plot]"', file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"plot: {error}", file=sys.stderr)
-        return 1
+    out = Path(args.out) if args.out else folder / "curves.png"
+    draw(folder, out)
     print(out)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

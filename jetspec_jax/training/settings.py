@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax.config import ConfigError, ModelConfig
+from jetspec_jax.options import Option
 
 STAGES = ("pool", "answers", "export")
 WHOLE = math.inf  # no upper limit
@@ -186,6 +187,18 @@ class Settings:
 
 PATHS = {"target", "data", "prompt_sets", "answer_head", "init_head", "decode_prompts"}  # "~" is the user's folder
 KINDS: dict[str, Any] = {f.name: typing.get_type_hints(Settings)[f.name] for f in dataclasses.fields(Settings)}
+
+
+def option(field: dataclasses.Field) -> Option:
+    """The option of a key on the command line; `from_text` and the class check its value."""
+    limits, known = field.metadata, [field.metadata.get("help", "")]
+    if "choices" in limits:
+        known.append(f"One of {', '.join(map(repr, limits['choices']))}.")
+    if "low" in limits:
+        end = "" if limits["high"] == WHOLE else f", <= {limits['high']:g}"
+        known.append(f"{'>' if limits['above'] else '>='} {limits['low']:g}{end}.")
+    known.append(f"Default: {field.default!r}.")
+    return Option(f"config.{field.name}", "any", " ".join(filter(None, known)), metavar="VALUE")
 
 
 def make(values: Mapping[str, Any], where: str) -> Settings:
