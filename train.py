@@ -1,9 +1,9 @@
 """Trains a draft head, from a checkout: `jetspec-train` without an installation. `python train.py --help` says how."""
 
-from jetspec_jax import command
+from jetspec_jax import outcome
 
 if __name__ == "__main__":
-    command.start("jetspec_jax.train")
+    outcome.start("jetspec_jax.train")
 
 from jetspec_jax.train import main
 

@@ -23,9 +23,9 @@ Exit status: 0 no defect, 1 a defect or wrong files, 2 wrong options.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the slow imports
-    from jetspec_jax import command
+    from jetspec_jax import outcome
 
-    command.start("jetspec_jax.audit")
+    outcome.start("jetspec_jax.audit")
 
 import dataclasses
 import json

@@ -6,9 +6,9 @@
     def main(argv):
         args = LINE.parse(argv)
 
-`tool` makes `main(argv=None) -> status` of a function: what it raises becomes one line on stderr (`outcome.py`). A file
-that is run says at its top `command.start("jetspec_jax.audit")`, before the slow imports, so that Ctrl-C is answered
-from then on. Nothing here imports jax.
+`tool` makes `main(argv=None) -> status` of a function: what it raises becomes one line on stderr (`outcome.py`). A
+file that is run says `outcome.start("jetspec_jax.audit")` at its top, before the slow imports, so that Ctrl-C is
+answered from then on. Nothing here imports jax.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
-import importlib
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -74,21 +72,6 @@ def tool(name: str, full: str = "", after: str = "") -> Callable[[Callable[[Sequ
         return main
 
     return wrap
-
-
-def start(module: str) -> NoReturn:
-    """Runs `main` of a module as this process's command; imports it with signals answered already."""
-    os.environ["JAX_ENABLE_X64"] = "0"  # every program is 32-bit, and says its dtypes for that
-    name = outcome.installed() or module.removeprefix("jetspec_jax.")
-    with outcome.listening(name):
-        status = outcome.run(name, lambda: importlib.import_module(module).main())
-    sys.exit(status)
-
-
-# The installed commands; the modules are imported when they run.
-decode, train, audit, doctor = (
-    functools.partial(start, f"jetspec_jax.{name}") for name in ("decode", "train", "audit", "doctor")
-)
 
 
 class Args(argparse.Namespace):

@@ -13,9 +13,9 @@ Exit status: 0 they belong together, 1 they do not (or files are wrong), 2 wrong
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the slow imports
-    from jetspec_jax import command
+    from jetspec_jax import outcome
 
-    command.start("jetspec_jax.doctor")
+    outcome.start("jetspec_jax.doctor")
 
 import dataclasses
 import json

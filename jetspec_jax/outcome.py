@@ -1,23 +1,27 @@
 """How a command ends: one line for whatever was raised, and its exit status; Ctrl-C and SIGTERM within two seconds.
 
 Status: 0 done, 1 the files or the run are wrong, 2 the options alone are, 130 interrupted, 143 terminated. Set
-JETSPEC_TRACEBACK=1 to see where an error comes from. Nothing here imports jax, so that this works while jax is being
-imported.
+JETSPEC_TRACEBACK=1 to see where an error comes from. Nothing here imports jax or anything else that is slow, so that
+this works while they are being imported.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import importlib
 import io
 import os
-import pathlib
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+
+TYPE_CHECKING = False  # typing itself would take a while
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 GRACE = 1.2  # seconds that a signalled command has for its own end; no Python runs while XLA compiles or computes
@@ -29,6 +33,21 @@ _listeners: list[_Listener] = []
 
 class Terminated(BaseException):
     """SIGTERM came."""
+
+
+def start(module: str) -> NoReturn:
+    """Runs `main` of a module as this process's command; imports it with signals answered already."""
+    os.environ["JAX_ENABLE_X64"] = "0"  # every program is 32-bit, and says its dtypes for that
+    name = installed() or module.removeprefix("jetspec_jax.")
+    with listening(name):
+        status = run(name, lambda: importlib.import_module(module).main())
+    sys.exit(status)
+
+
+# The installed commands; their modules are imported when they run.
+decode, train, audit, doctor = (
+    functools.partial(start, f"jetspec_jax.{name}") for name in ("decode", "train", "audit", "doctor")
+)
 
 
 def run(name: str, work: Callable[[], int], full: str = "", after: str = "") -> int:
@@ -92,10 +111,8 @@ def line(error: BaseException, full: str = "") -> str:
         return "something is nested too deeply to be read"
     if isinstance(error, UnicodeError):
         return _cut(f"text that is not UTF-8 ({text})")
-    if "initialize backend" in text:
-        named = os.environ.get("JAX_PLATFORMS", "")
-        hint = f"JAX_PLATFORMS={named} asks for it; install its jax, or leave the variable out"
-        return _cut(f"jax finds no such device: {text[:250]}" + (f" ({hint})" if named else ""))
+    if "initialize backend" in text:  # a plain RuntimeError of jax
+        return _cut(text)
     if any(word in text for word in FULL):
         return f"{text[:200]} (if the device is full: {full or 'end other programs'})"
     if kind in ("JaxRuntimeError", "XlaRuntimeError"):
@@ -145,7 +162,7 @@ def _discard() -> None:
 
 def installed() -> str | None:
     """The name of the installed command that is running, such as jetspec-decode; None for files and modules."""
-    name = pathlib.PurePath(sys.argv[0] if sys.argv else "").name
+    name = os.path.basename(sys.argv[0] if sys.argv else "")
     return name if name.startswith("jetspec-") else None
 
 
@@ -178,6 +195,16 @@ def _open_streams(name: str) -> None:
         raise SystemExit(1)
 
 
+def _importing(frame: Any) -> bool:
+    """Whether a module is being imported: extension modules crash or swallow what is raised in them, and nothing that
+    is kept is being written. So also before the command's own work begins."""
+    while frame is not None and frame.f_code is not run.__code__:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return frame is None
+
+
 class _Listener:
     """The handler of both signals, and a thread that notices where the handler cannot run."""
 
@@ -194,9 +221,9 @@ class _Listener:
         threading.Thread(target=self._watch, args=(inlet,), daemon=True).start()
 
     def _handle(self, number: int, frame: Any) -> None:
-        if self.came:
+        again, self.came = self.came, self.came or number
+        if again or _importing(frame):
             self.end()
-        self.came = number
         raise Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
 
     def _swallowed(self, unraisable: Any) -> None:

@@ -134,7 +134,7 @@ def test_own_prompts_are_asked_beside_the_first_rows(loaded, tmp_path, monkeypat
         ("--samples=-1", "--samples=-1: give a whole number >= 0"),
         ("--limit=-2", "--limit=-2: give a whole number >= 0 (0 is all)"),
         ("--temperature=nan", "--temperature=nan: give a finite number in (0, 10]"),
-        ("--sampels=1", "--sampels=1: no such option; did you mean --samples?"),
+        ("--sampels=1", "--sampels: no such option; did you mean --samples?"),
     ],
 )
 def test_wrong_numbers_of_the_answers_command(option, message, tmp_path, capsys):

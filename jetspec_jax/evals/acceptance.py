@@ -11,9 +11,9 @@ and how often a round reached each drafted position.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the slow imports
-    from jetspec_jax import command
+    from jetspec_jax import outcome
 
-    command.start("jetspec_jax.evals.acceptance")
+    outcome.start("jetspec_jax.evals.acceptance")
 
 import dataclasses
 import itertools

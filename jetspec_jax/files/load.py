@@ -83,6 +83,7 @@ def load_target(source: str | os.PathLike, dtype: str | None = None, attention: 
     begin = time.perf_counter()
     if dtype is not None:
         _dtype(dtype)
+    programs.check_device()
     programs.keep()
     path = find(source)
     if path.is_file():

@@ -25,17 +25,42 @@ def cache_folder() -> pathlib.Path:
 def keep() -> None:
     """Turns on jax's persistent compilation cache in our folder, unless it is set or the folder cannot be written.
 
-    On a GPU jax keeps XLA's autotuning results in it too.
+    On a GPU jax keeps XLA's autotuning results in it too. A folder whose name is not UTF-8, which jax could not pass on
+    to XLA, is not used either.
     """
     import jax
 
     folder, name = cache_folder() / "xla", "jax_compilation_cache_dir"
-    if getattr(jax.config, name):
+    given = getattr(jax.config, name)
+    if not _utf8(given or folder):
+        jax.config.update(name, None)
+        return
+    if given:
         return
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
         jax.config.update(name, str(folder))
+
+
+def _utf8(path: str | pathlib.Path) -> bool:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_device() -> None:
+    """Raises ConfigError where jax has no device to compute on, which JAX_PLATFORMS can ask for."""
+    import jax
+
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the second where a platform is known and has no device
+        named = os.environ.get("JAX_PLATFORMS", "")
+        why = (str(error).strip() or "no device of that kind is here").splitlines()[0][:200]
+        raise ConfigError(f"JAX_PLATFORMS={named}: {why}; install its jax, or leave the variable out") from None
 
 
 def tested_flags() -> tuple[str, ...]:

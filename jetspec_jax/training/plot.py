@@ -8,9 +8,9 @@ DIR is a run's work folder or its train folder; the picture goes to DIR/curves.p
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the slow imports
-    from jetspec_jax import command
+    from jetspec_jax import outcome
 
-    command.start("jetspec_jax.training.plot")
+    outcome.start("jetspec_jax.training.plot")
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -12,9 +12,9 @@ JSON: input = answered + errors + skipped.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the slow imports
-    from jetspec_jax import command
+    from jetspec_jax import outcome
 
-    command.start("jetspec_jax.training.regenerate")
+    outcome.start("jetspec_jax.training.regenerate")
 
 import collections
 import dataclasses

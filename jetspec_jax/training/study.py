@@ -19,9 +19,9 @@ DIR/shared/corpus.jsonl, others may do other rows in the same DIR at the same ti
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the slow imports
-    from jetspec_jax import command
+    from jetspec_jax import outcome
 
-    command.start("jetspec_jax.training.study")
+    outcome.start("jetspec_jax.training.study")
 
 import dataclasses
 import hashlib

@@ -12,9 +12,9 @@ assistant's turn: text that the target did not write, for comparison. Counts by 
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the slow imports
-    from jetspec_jax import command
+    from jetspec_jax import outcome
 
-    command.start("jetspec_jax.training.data.pool")
+    outcome.start("jetspec_jax.training.data.pool")
 
 import collections
 import itertools
