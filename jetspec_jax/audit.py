@@ -29,7 +29,6 @@ if __name__ == "__main__":  # before the slow imports
 
 import dataclasses
 import json
-import pathlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -43,8 +42,8 @@ from jetspec_jax import baseline, command, speculate
 from jetspec_jax.backends.ops import XLA
 from jetspec_jax.config import MIN_TEMPERATURE, ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
-from jetspec_jax.evals import prompts as prompt_sets
 from jetspec_jax.files import pair
+from jetspec_jax.files import prompts as prompt_files
 from jetspec_jax.loop import decoder
 from jetspec_jax.options import Option
 
@@ -305,7 +304,7 @@ def read(target, head, args) -> tuple[list[list[int]], int]:
     Also how many prompts are left out, because they are too long or after the first `--limit` of their file.
     """
     mode = pair.thinking(target, head, args.thinking)
-    files = [prompt_sets.encode(target, pathlib.Path(path), mode) for path in args.prompts]
+    files = [prompt_files.encode(target, path, mode) for path in args.prompts]
     ids = [row for rows in files for row in acceptance.short(rows, args.limit, args.max_prompt_tokens)]
     if not ids:
         raise ConfigError(f"--max_prompt_tokens={args.max_prompt_tokens}: no prompt of {args.prompts[0]} is that short")

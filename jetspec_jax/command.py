@@ -142,7 +142,8 @@ class Line:
         found.given = {name for name in self.options if getattr(found, name) is not None}
         for name, option in (self.positional | self.options).items():
             text = getattr(found, name)
-            setattr(found, name, _default(option) if text is None else _value(option, text))
+            value = _default(option) if text is None else _value(option, text, name in self.positional)
+            setattr(found, name, value)
         return found
 
     def _normal(self, words: list[str]) -> list[str]:
@@ -223,14 +224,14 @@ def _default(option: Option) -> Any:
     return list(option.default) if isinstance(option.default, tuple) else option.default
 
 
-def _value(option: Option, text: Any) -> Any:
+def _value(option: Option, text: Any, positional: bool = False) -> Any:
     """What the words of an option mean; checked."""
     try:
         if option.kind == "texts":
             return text
         return [_one(option, word) for word in text] if option.many else _one(option, text)
     except ConfigError as error:
-        raise UsageError(f"--{error}") from None
+        raise UsageError(f"{'' if positional else '--'}{error}") from None
 
 
 def _one(option: Option, text: str) -> Any:

@@ -270,7 +270,9 @@ def _decode(run: Run, jobs: Sequence[Job]) -> None:
             print(piece.text, end="", flush=True)
         results = [piece.result]
     else:
-        results = list(speculate.generate(run.target, run.head, prompts, run.tree, options, **chunk))
+        found = speculate.generate(run.target, run.head, prompts, run.tree, options, **chunk)
+        assert isinstance(found, list)  # a list of prompts gives a list
+        results = found
     if args.profile:
         with jax.profiler.trace(args.profile):
             speculate.generate(run.target, run.head, prompts, run.tree, options, **chunk)

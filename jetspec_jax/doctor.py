@@ -28,8 +28,8 @@ import numpy as np
 from jetspec_jax import command, speculate
 from jetspec_jax.config import ConfigError, HeadConfig, SamplingConfig, TreeConfig, default_taps
 from jetspec_jax.evals import probe
-from jetspec_jax.evals import prompts as prompt_sets
 from jetspec_jax.files import checkpoint, load, pair
+from jetspec_jax.files import prompts as prompt_files
 from jetspec_jax.options import Option
 
 BUDGET = 16
@@ -181,7 +181,7 @@ def _unexplained(target, head) -> str:
 def read(target, mode: bool | None, path: str | None) -> list[list[int]]:
     """Prompts of the probe: a file's first eight, our four, or some ids where there is no tokenizer."""
     if path is not None:
-        return prompt_sets.encode(target, pathlib.Path(path), mode)[:8]
+        return prompt_files.encode(target, pathlib.Path(path), mode)[:8]
     if target.tokenizer is not None:
         return [speculate.prompt_ids(target, line, thinking=mode) for line in TEXTS]
     vocab = target.config.vocab_size

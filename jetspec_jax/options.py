@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
+
+from jetspec_jax.fields import ConfigError, real, shown, whole
 
 TREE_BUILDERS = ("best_first", "accum_logp")
 MIN_TEMPERATURE = 1e-4  # anything colder is greedy
 MAX_BUDGET = 1024  # a tree's mask and search grow with its square
 SHARPNESS = 0.85  # by measurement on the demo pair (docs/measurements.md), together with sampling.NOISE_SHARE
 MOST = 2**31 - 1  # of every whole number: what an int32 holds
-SHOWN = 60  # characters of a value in an error line
-
-
-class ConfigError(ValueError):
-    """A value that the user gave is wrong; the message is one line for the user."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +60,12 @@ class Option:
             right = whole(value) and low <= value <= high
             wanted = f"a whole number {f'>= {low}' if high == MOST else f'in {low}..{high}'}"
         elif self.kind == "number":
-            low, high = self.low or 0, math.inf if self.high is None else self.high
-            right = _real(value) and low <= value <= high and math.isfinite(value) and not (self.above and value == low)
-            start, end = f"{'>' if self.above else '>='} {low:g}", f"in {'(' if self.above else '['}{low:g}, {high:g}]"
-            wanted = f"a finite number {start if high == math.inf else end}"
+            least, most = self.low or 0, math.inf if self.high is None else self.high
+            right = real(value) and least <= value <= most and math.isfinite(value)
+            right = right and not (self.above and value == least)
+            start = f"{'>' if self.above else '>='} {least:g}"
+            range_ = f"in {'(' if self.above else '['}{least:g}, {most:g}]"
+            wanted = f"a finite number {start if most == math.inf else range_}"
         elif self.kind == "choice":
             right, wanted = isinstance(value, str) and value in self.choices, f"one of {', '.join(self.choices)}"
         elif self.kind == "flag":
@@ -89,15 +87,6 @@ def table(config: type) -> dict[str, Option]:
             given = {**field.metadata, "name": field.metadata["name"] or field.name}
             found[field.name] = Option(default=field.default, **given)
     return found
-
-
-def shown(value: Any) -> str:
-    """A value as an error line has it: shortened, and on one line."""
-    try:
-        text = repr(value)
-    except ValueError:
-        return "(a number of thousands of digits)"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text):,} characters)"
 
 
 def _check_table(config) -> None:
@@ -258,15 +247,6 @@ class SamplingConfig:
             _check_text("bad_words", given)
             return tuple(w if isinstance(w, str) else tuple(w) for w in given)
         raise ConfigError(f"bad_words={shown(given)}: give a list of texts or of sequences of token ids, none empty")
-
-
-def whole(value: Any) -> TypeGuard[int]:
-    """Whether a value is a whole number; true and false are not."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _real(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _ids(value: Any) -> bool:

@@ -23,7 +23,7 @@ TYPE_CHECKING = False  # typing itself would take a while
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+WORDS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 GRACE = 1.2  # seconds that a signalled command has for its own end; no Python runs while XLA compiles or computes
 LONGEST = 500  # characters of a line
 FULL = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory")

@@ -24,6 +24,7 @@ from jetspec_jax.engine import requests
 from jetspec_jax.engine.requests import check
 from jetspec_jax.engine.stops import StopText
 from jetspec_jax.files import pair
+from jetspec_jax.files.prompts import prompt_ids
 from jetspec_jax.loop.decoder import (
     DEFAULT_CHUNK,
     NONFINITE,
@@ -52,6 +53,7 @@ __all__ = [
     "check",
     "generate",
     "prefill",
+    "prompt_ids",
     "rounds",
     "start",
     "step",
@@ -386,28 +388,6 @@ def start(
     options = [requests.resolve(target, option) for option in options]
     pair.note_length(head, max(len(i) + o.max_new_tokens for i, o in zip(ids, options, strict=True)))
     return Flight(target, head, ids, options, tree or TreeConfig(), single, watch, int(chunk), mode)
-
-
-def prompt_ids(target, prompt: Prompt, chat: bool | None = None, thinking: bool | None = None) -> list[int]:
-    """Token ids of a prompt: ids as they are, text through the chat template unless `chat` is False.
-
-    thinking: None is off where the template knows the switch.
-    """
-    if not isinstance(prompt, str):
-        ids = list(prompt) if isinstance(prompt, Iterable) else [prompt]
-        if not all(isinstance(i, numbers.Integral) for i in ids):
-            raise ConfigError("prompts: give text, token ids, or a list of either (messages: target.encode_messages)")
-        return [int(i) for i in ids]
-    if target.tokenizer is None:
-        raise ConfigError(f"prompt: {target.source} has no tokenizer; give token ids (--prompt_ids 1,2,3)")
-    if not prompt:
-        raise ConfigError("prompt='': the prompt is empty; give at least one character")
-    if chat and not target.tokenizer.has_chat_template:
-        raise ConfigError(f"chat: {target.source} has no chat template; use --nochat")
-    if chat is False or not target.tokenizer.has_chat_template:
-        return target.tokenizer.encode(prompt, begin=True)
-    mode = pair.thinking(target, None, thinking)
-    return target.tokenizer.encode_chat([{"role": "user", "content": prompt}], mode)
 
 
 def _settings(option: SamplingConfig) -> dict[str, Any]:

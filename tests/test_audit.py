@@ -212,12 +212,12 @@ class TestCommand:
     @pytest.mark.parametrize(
         "lines, words",
         [
-            (["{"], "jsonl"), (['{"prompt": 3}'], "prompt 1: prompt is 3"), (["[1]"], "row 1"),
-            (['{"prompt_ids": [1]}', '{"prompt": "a", "messages": []}'], "prompt 2: give one of"),
+            (["{"], "not JSON"), (['{"prompt": 3}'], ":1: prompt is 3"), (["[1]"], "JSON object"),
+            (['{"prompt_ids": [1]}', '{"prompt": "a", "messages": []}'], ":2: give one of"),
             (['{"messages": "x"}'], "messages"), (['{"messages": []}'], "messages"),
             (['{"prompt": "hi"}'], "no tokenizer"), (['{"prompt_ids": []}'], "prompt_ids"),
-            (['{"prompt_ids": [1], "top_p": 0.3}'], "prompt 1: top_p: options of a line are for decode.py"),
-            (['{"prompt_ids": [1], "nonsense": 1}'], "nonsense: the keys are"),
+            (['{"prompt_ids": [1], "top_p": 0.3}'], ":1: top_p: options of a line are for decode.py"),
+            (['{"prompt_ids": [1], "nonsense": 1}'], "unknown key 'nonsense'; known are"),
             (['{"prompt_ids": ["1"]}'], "ids"), (['{"prompt_ids": [64]}'], "0..63"), ([""], "no prompt"),
             (['{"prompt_ids": [' + "1," * 2000 + "1]}"], "--max_prompt_tokens"),
         ],

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "jetspec_jax"
 
 # From the ground up. A file beside the rooms stands on the floor of the line that names it.
 FLOORS = [
-    {"options", "config"},
+    {"fields", "options", "config"},
     {"layers"},
     {"loop"},
     {"backends"},
@@ -97,7 +97,7 @@ def test_layers_and_loop_import_jax_alone():
     core = {path: outside(path) for path in files() if room(path) in ("layers", "loop")}
     assert len(core) > 10
     assert not {path for path, names in core.items() if not names <= {"jax", "jaxtyping"}}
-    without = {path: outside(path) for path in files() if room(path) in ("options", "config")}
+    without = {path: outside(path) for path in files() if room(path) in ("fields", "options", "config")}
     assert not {path for path, names in without.items() if names}, "options and configurations need no jax"
 
 

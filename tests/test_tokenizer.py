@@ -2,6 +2,8 @@
 
 import json
 import pathlib
+import sys
+import threading
 
 import pytest
 import tokenizers
@@ -133,11 +135,45 @@ class TestEncode:
         assert tok.encode("<|endoftext|>a", begin=True) == [0, *tok.encode("a")]
         assert tok.encode_chat([{"role": "user", "content": "a"}])[0] == 1
 
-    @pytest.mark.parametrize("messages", [[{"role": "wizard", "content": "x"}], [{"content": "x"}]])
-    def test_messages_that_the_template_refuses(self, tok, messages):
-        with pytest.raises(ConfigError, match="messages: the chat template refuses them") as error:
+    @pytest.mark.parametrize(
+        "messages, words",
+        [
+            ([{"role": "wizard", "content": "x"}], "messages: the chat template refuses them"),
+            ([{"content": "x"}], r"messages\[0\]: role is None"),
+        ],
+    )
+    def test_messages_that_are_refused(self, tok, messages, words):
+        with pytest.raises(ConfigError, match=words) as error:
             tok.encode_chat(messages)
         assert "\n" not in str(error.value)
+
+    @pytest.mark.parametrize(
+        "template, words",
+        [
+            ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 0.2 seconds"),
+            ("{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(99) }}", "more than 0.2"),
+            ("{% for a in range(99999) %}{{ range(99999) | list | length }}{% endfor %}", "more than 0.2 seconds"),
+            ("{% for m in messages %}x{% endfor %}" * 1_400_000, "the chat template has 50,400,000 characters"),
+        ],
+        ids=["loops", "macros", "lists", "50 MB"],
+    )
+    def test_a_template_that_never_ends_is_one_line(self, tmp_path, monkeypatch, template, words):
+        """In any thread, and tracing is as it was before."""
+        monkeypatch.setattr(tokenizer, "RENDER_SECONDS", 0.2)
+        tok, said = tokenizer.from_folder(make(tmp_path / "t", template)), []
+
+        def render():
+            with pytest.raises(ConfigError) as error:
+                tok.encode_chat([{"role": "user", "content": "x"}])
+            said.append(str(error.value))
+
+        thread = threading.Thread(target=render)
+        thread.start()
+        thread.join(30)
+        assert said and words in said[0] and "\n" not in said[0] and len(said[0]) < 200
+        before = sys.gettrace()
+        render()
+        assert sys.gettrace() is before
 
     def test_no_template(self, tmp_path):
         assert not tokenizer.from_folder(make(tmp_path / "t", None)).has_chat_template

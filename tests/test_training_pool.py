@@ -1,6 +1,6 @@
 """The pool of prompts and where its rows come from."""
 
-from jetspec_jax.evals import prompts
+from jetspec_jax.evals import formats
 from jetspec_jax.training.data import code_prompts, pool
 
 SOURCE = '''
@@ -35,11 +35,11 @@ def prompt_sets(tmp_path):
         "mbpp/rest.jsonl": [{"text": "Write a function to add.", "test_list": ["assert add(1, 2) == 3"]}],
         "math500/test.jsonl": [{"unique_id": "a", "problem": "Once " + problem + ". Guess."}],
     }
-    for name in prompts.BENCHMARKS.values():
+    for name in formats.BENCHMARKS.values():
         files.setdefault(name.file, [])
     for name, values in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        prompts.write(tmp_path / name, values)
+        formats.write(tmp_path / name, values)
     return tmp_path
 
 
@@ -82,7 +82,7 @@ def test_the_pool_is_written_whole_and_mistakes_are_noticed_first(tmp_path, monk
         path.write_text("half")
         raise OSError("no space left")
 
-    monkeypatch.setattr(prompts, "write", half)
+    monkeypatch.setattr(formats, "write", half)
     assert pool.main([*base, "--code=1"]) == 1 and out.read_text() == before and collected == [600]
 
 
@@ -99,12 +99,12 @@ def test_functions_are_read_from_source(tmp_path):
 
 def test_prompt_files(tmp_path, capsys):
     (tmp_path / "gsm8k").mkdir()
-    prompts.write(tmp_path / "gsm8k/test.jsonl", [{"question": "1 + 1?"}])
+    formats.write(tmp_path / "gsm8k/test.jsonl", [{"question": "1 + 1?"}])
     out = tmp_path / "out.jsonl"
-    assert prompts.main(["gsm8k", str(tmp_path), str(out)]) == 0
+    assert formats.main(["gsm8k", str(tmp_path), str(out)]) == 0
     expected = "1 + 1?\nPlease reason step by step, and put your final answer within \\boxed{}."
-    assert prompts.read(out) == [{"id": "gsm8k/0", "messages": [{"role": "user", "content": expected}]}]
+    assert formats.read(out) == [{"id": "gsm8k/0", "messages": [{"role": "user", "content": expected}]}]
     assert (
-        prompts.main(["gsm9k", str(tmp_path), str(out)]) == 2 and prompts.main(["mbpp", str(tmp_path), str(out)]) == 1
+        formats.main(["gsm9k", str(tmp_path), str(out)]) == 2 and formats.main(["mbpp", str(tmp_path), str(out)]) == 1
     )
     assert "no such file" in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
     python -m jetspec_jax.evals.acceptance --prompts gsm8k.jsonl mbpp.jsonl --budget 64
 
-Each file is JSONL as `decode.py --prompt_file` reads it (`jetspec_jax.evals.prompts` writes the usual sets). The first
+Each file is JSONL as `decode.py --prompt_file` reads it (`jetspec_jax.evals.formats` writes the usual sets). The first
 `--limit` prompts of at most `--max_prompt_tokens` tokens are decoded in batches; rounds are pooled over prompts, and
 the interval is a 95 % bootstrap over prompts. Prints a table, then one JSON line, which also has each prompt's length
 and how often a round reached each drafted position.
@@ -21,13 +21,14 @@ import json
 import pathlib
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from jetspec_jax import baseline, command, speculate
 from jetspec_jax.config import SamplingConfig, TreeConfig
-from jetspec_jax.evals import prompts as prompt_sets
 from jetspec_jax.files import pair
+from jetspec_jax.files import prompts as prompt_files
 from jetspec_jax.options import ConfigError, Option
 
 
@@ -104,7 +105,7 @@ def read(target, path: str, limit: int, max_prompt_tokens: int, thinking: bool |
     Raises:
       ConfigError: no prompt of the file is.
     """
-    ids = short(prompt_sets.encode(target, pathlib.Path(path), thinking), limit, max_prompt_tokens)
+    ids = short(prompt_files.encode(target, path, thinking), limit, max_prompt_tokens)
     if not ids:
         raise ConfigError(f"--max_prompt_tokens={max_prompt_tokens}: no prompt of {path} is that short")
     return ids
@@ -157,7 +158,11 @@ def main(argv: Sequence[str]) -> int:
     for path in args.prompts:
         prompts = read(target, path, args.limit, args.max_prompt_tokens, thinking)
         for tree, sampling in configs:
-            row = {"set": pathlib.Path(path).stem, "budget": tree.budget, "temperature": sampling.temperature}
+            row: dict[str, Any] = {
+                "set": pathlib.Path(path).stem,
+                "budget": tree.budget,
+                "temperature": sampling.temperature,
+            }
             row |= {"sharpness": tree.sharpness} | measure(target, head, prompts, tree, sampling, args.batch)
             outputs = row.pop("token_ids")
             if args.compare:

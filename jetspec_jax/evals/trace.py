@@ -45,10 +45,16 @@ def _recorded(fetched: tuple[Any, ...]) -> Recorded:
     """The first row of a round."""
     tree, accepted, draft, target = fetched
     size, count = tree.size[0], accepted.count[0]
-    nodes = (getattr(tree, name)[0, :size] for name in ("tokens", "parents", "depths"))
+    tokens, parents, depths = (getattr(tree, name)[0, :size] for name in ("tokens", "parents", "depths"))
     path, bonus = accepted.path[0, :count], int(accepted.tokens[0, count - 1])
     return Recorded(
-        *nodes, path, bonus, None if draft is None else draft[0], None if target is None else target[0, :size]
+        tokens,
+        parents,
+        depths,
+        path,
+        bonus,
+        None if draft is None else draft[0],
+        None if target is None else target[0, :size],
     )
 
 

@@ -8,8 +8,11 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from jetspec_jax.config import ConfigError
+from jetspec_jax.fields import ConfigError
+from jetspec_jax.files import bounded, conversation
 
+MOST_TEMPLATE = 1 << 20  # characters; the longest in use have 50,000
+RENDER_SECONDS = 3.0  # of processor time; a conversation takes milliseconds
 FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt")
 CONTROL, USER_DEFINED = 3, 4  # token types of GGUF files: left out of text, and matched whole
 END_NAMES = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "</s>")  # end a turn whatever a GGUF file lists
@@ -53,22 +56,29 @@ class Tokenizer:
         bos = self._inner.bos_token
         return self._inner.encode(text, add_special_tokens=begin and not (bos and text.startswith(bos)))
 
-    def encode_chat(self, messages: Sequence[dict[str, str]], thinking: bool | None = None) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, Any]], thinking: bool | None = None) -> list[int]:
         """Ids of a conversation through the chat template, ready for the assistant's turn.
 
-        messages: {"role", "content"}, oldest first. thinking: passed to templates that know it, None leaves it out.
+        messages: {"role", "content"}, oldest first, as `conversation.checked` reads them. thinking: passed to templates
+        that know it, None leaves it out.
         """
         return self.encode(self.render_chat(messages, thinking))
 
     def render_chat(
-        self, messages: Sequence[dict[str, str]], thinking: bool | None = None, answer_follows: bool = True
+        self, messages: Sequence[dict[str, Any]], thinking: bool | None = None, answer_follows: bool = True
     ) -> str:
         """The conversation as the chat template writes it; `answer_follows` opens the assistant's turn at its end."""
+        turns, template = conversation.checked(messages), str(self._inner.chat_template or "")
+        if len(template) > MOST_TEMPLATE:
+            raise ConfigError(f"messages: the chat template has {len(template):,} characters, which none needs")
+        if "tool_calls" not in template and any(turn.get("tool_calls") for turn in turns):
+            raise ConfigError("messages: the chat template has no place for tool_calls; take them out")
         extra = {} if thinking is None else {"enable_thinking": thinking}
+        render = lambda: self._inner.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=answer_follows, **extra
+        )
         try:
-            return self._inner.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=answer_follows, **extra
-            )
+            return bounded.run(render, RENDER_SECONDS, "<template>")  # jinja's name for what it compiles
         except Exception as error:  # templates raise what they like
             raise ConfigError(f"messages: the chat template refuses them ({_line(error)})") from None
 

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
-from jetspec_jax.evals import acceptance, prompts
+from jetspec_jax.evals import acceptance, formats
 from jetspec_jax.files import demo, load, pair
 from jetspec_jax.models import sharding
 from jetspec_jax.training import export, features, files, loop, manifest, objective, regenerate, teacher
@@ -244,7 +244,7 @@ def _source(config: Settings, workdir: Path, log: Log) -> Path:
         files.write_json(path.with_suffix(".json"), counts)
         manifest.write(path.with_suffix(".settings.json"), made)
         with files.whole(path) as unfinished:
-            prompts.write(unfinished, found)
+            formats.write(unfinished, found)
     log(f"pool: {path}")
     return path
 
@@ -277,7 +277,7 @@ def _answers(
         )
         manifest.write(own.with_suffix(".settings.json"), {"benchmarks": "none"} | made)
         with files.whole(own) as unfinished:
-            prompts.write(unfinished, written)
+            formats.write(unfinished, written)
 
     if config.own_prompts and not config.prompt_sets:
         log("own prompts: not compared with any benchmark, since --config.prompt_sets is not given")

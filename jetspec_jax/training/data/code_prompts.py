@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from jetspec_jax.evals import prompts
+from jetspec_jax.evals import formats
 
 STANDARD_LIBRARY = "python"
 LICENCES = {  # distribution: SPDX identifier; "PSF-2.0" for matplotlib's own, which is based on it
@@ -81,9 +81,9 @@ def prompt(function: Function) -> str:
     block = f"```python\n{function.code}\n```"
     draw = int(digest("wording " + function.code), 16) % 100
     if function.tests and draw < 50:
-        return prompts.tested(f"Write a Python function `{function.name}`. {function.summary}", function.tests)
+        return formats.tested(f"Write a Python function `{function.name}`. {function.summary}", function.tests)
     if draw < 45:
-        return prompts.function(function.code)
+        return formats.function(function.code)
     if draw < 55:
         return f"Complete the following Python {kind}.\n\n{block}"
     if draw < 65:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jetspec_jax.config import ConfigError
-from jetspec_jax.evals import prompts
+from jetspec_jax.evals import formats
 from jetspec_jax.loop.decoder import STOP
 from jetspec_jax.training.data import pool
 from jetspec_jax.training.regenerate import Answerer
@@ -58,7 +58,7 @@ def write(
             key = " ".join(pool.words(text))
             if how == STOP and key.count(" ") >= SHORTEST - 1 and key not in known and not forbidden(text):
                 known.add(key)
-                rows.append(prompts.message(f"own/{len(rows)}", text))
+                rows.append(formats.message(f"own/{len(rows)}", text))
             if len(rows) == count:
                 return rows
         log(f"own prompts: {len(rows):,} of {count:,} after {(number + 1) * batch:,} draws")

@@ -27,7 +27,7 @@ from typing import Any
 
 from jetspec_jax import command
 from jetspec_jax.config import ConfigError
-from jetspec_jax.evals import prompts
+from jetspec_jax.evals import formats
 from jetspec_jax.options import Option
 from jetspec_jax.training import files
 from jetspec_jax.training.data import chat_topics, code_prompts
@@ -47,9 +47,9 @@ def build(
     functions = code_prompts.collect(per_package) if code else []
     functions.sort(key=lambda f: code_prompts.digest(f.code))
     candidates = itertools.chain(
-        _numbered("gsm8k_train", data / "gsm8k/train.jsonl", lambda r: prompts.reasoning(r["question"]), "answer"),
-        _numbered("math_train", data / "math_train/train.jsonl", lambda r: prompts.reasoning(r["problem"]), "solution"),
-        _numbered("mbpp_rest", data / "mbpp/rest.jsonl", lambda r: prompts.tested(r["text"], r["test_list"]), "code"),
+        _numbered("gsm8k_train", data / "gsm8k/train.jsonl", lambda r: formats.reasoning(r["question"]), "answer"),
+        _numbered("math_train", data / "math_train/train.jsonl", lambda r: formats.reasoning(r["problem"]), "solution"),
+        _numbered("mbpp_rest", data / "mbpp/rest.jsonl", lambda r: formats.tested(r["text"], r["test_list"]), "code"),
         ((f"code_{f.package}", i, code_prompts.prompt(f), "") for i, f in enumerate(functions[:code])),
         ((*prompt, "") for prompt in chat(chat_prompts)),
     )
@@ -64,7 +64,7 @@ def build(
             continue
         known.add(key)
         counts[source] += 1
-        row = prompts.message(f"{source}/{number}", text)
+        row = formats.message(f"{source}/{number}", text)
         if answers and answer:
             row["messages"].append({"role": "assistant", "content": answer})
         rows.append(row)
@@ -99,8 +99,8 @@ class Forbidden:
     def __init__(self, data: Path):
         self._whole: set[str] = set()
         self._runs: set[str] = set()
-        for name in prompts.BENCHMARKS:
-            for row in prompts.load(name, data):
+        for name in formats.BENCHMARKS:
+            for row in formats.load(name, data):
                 found = words(row["messages"][0]["content"])
                 self._whole.add(" ".join(found))
                 self._runs.update(_runs(found))
@@ -118,7 +118,7 @@ class Forbidden:
 
 def words(text: str) -> list[str]:
     """Lower-case words without the fixed wordings around a task, which all rows of a format share."""
-    for fixed in (prompts.BOXED, prompts.function("").split("\n")[0], prompts.contest("").split("\n")[0]):
+    for fixed in (formats.BOXED, formats.function("").split("\n")[0], formats.contest("").split("\n")[0]):
         text = text.replace(fixed, " ")
     return re.findall(r"\w+", text.lower())
 
@@ -128,7 +128,7 @@ def _runs(found: list[str]) -> Iterator[str]:
 
 
 def _numbered(source: str, path: Path, text, answer: str) -> Iterator[tuple[str, int, str, str]]:
-    return ((source, i, text(row), row.get(answer, "")) for i, row in enumerate(prompts.read(path)))
+    return ((source, i, text(row), row.get(answer, "")) for i, row in enumerate(formats.read(path)))
 
 
 LINE = command.Line(
@@ -155,6 +155,6 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--out={out}: a folder; give the name of a file")
     rows, counts = build(Path(args.data), args.code, args.per_package, args.chat, args.answers)
     with files.whole(out) as unfinished:
-        prompts.write(unfinished, rows)
+        formats.write(unfinished, rows)
     print(json.dumps(counts))
     return 0

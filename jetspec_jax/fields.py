@@ -1,0 +1,142 @@
+"""The border of files: what comes out of JSON or a GGUF table gets its type and its range here.
+
+Files are written by many programs, by hand, and badly. A value of another type or size is refused where it is read,
+with one line that names file, key, value and what is needed; beyond this border no type is checked again.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import reprlib
+from collections.abc import Collection, Mapping
+from typing import Any, TypeGuard
+
+SHOWN = 60  # characters of a value in a message
+TOKEN = 2**31 - 1  # largest token id that an array holds
+
+
+class ConfigError(ValueError):
+    """A value that the user gave is wrong; the message is one line for the user."""
+
+
+class _Shortened(reprlib.Repr):
+    def __init__(self):
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = SHOWN
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = 8
+
+
+_SHORTENED = _Shortened()
+
+
+def shown(value: Any) -> str:
+    """Returns a value as messages show it: on one line, and at most `SHOWN` characters of it."""
+    try:
+        text = _SHORTENED.repr(value)
+    except ValueError:  # Python writes out no number of more than 4300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
+
+def whole(value: Any) -> TypeGuard[int]:
+    """Returns whether a value is a whole number; true and false are not."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def real(value: Any) -> TypeGuard[float]:
+    """Returns whether a value is a number; true and false are not."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+class Fields:
+    """A table out of a file, read key by key. A key that is null counts as absent, in every format that is read here.
+
+    raw: the table. where: the file, for messages. inside: the keys that led here, with a dot behind.
+
+    Raises:
+      ConfigError: `raw` is no table; and each method, where a value has another type or range, or is needed and absent.
+    """
+
+    def __init__(self, raw: Any, where: str, inside: str = ""):
+        if not isinstance(raw, Mapping):
+            what = f"{inside[:-1]} is {shown(raw)}; " if inside else ""
+            raise ConfigError(f"{where}: {what}a JSON object is needed")
+        self.raw, self.where, self.inside = raw, where, inside
+
+    def wrong(self, key: str, need: str) -> ConfigError:
+        """Returns the line about a key: where it is, its value, and what is needed."""
+        return ConfigError(f"{self.where}: {self.inside}{key} is {shown(self.raw.get(key))}; {need}")
+
+    def has(self, key: str) -> bool:
+        """Returns whether a key is there, with another value than null."""
+        return self.raw.get(key) is not None
+
+    def whole(self, key: str, low: int = 1, high: int = TOKEN, default: int | None = None) -> int:
+        """Returns a whole number of a range; `default` where it is absent, which None refuses."""
+        value = self._value(key, default)
+        if not whole(value) or not low <= value <= high:
+            bounds = f">= {low}" if high == TOKEN else f"in {low}..{high}"
+            raise self.wrong(key, f"a whole number {bounds} is needed")
+        return int(value)
+
+    def real(self, key: str, low: float, high: float, default: float | None = None) -> float:
+        """Returns a finite number of a range; `default` where it is absent, which None refuses."""
+        value = self._value(key, default)
+        if not real(value) or not low <= value <= high or math.isnan(value):
+            raise self.wrong(key, f"a number in {low:g}..{high:g} is needed")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Returns true or false; nothing else counts as either."""
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false is needed")
+        return value
+
+    def text(self, key: str, default: str | None = None, among: Collection[str] = ()) -> str:
+        """Returns a text, one of `among` where some are named; `default` where it is absent, which None refuses."""
+        value = self._value(key, default)
+        if not isinstance(value, str) or (among and value not in among):
+            raise self.wrong(key, f"use {', '.join(among)}" if among else "a text is needed")
+        return value
+
+    def wholes(self, key: str, low: int = 0, high: int = TOKEN) -> tuple[int, ...]:
+        """Returns a list of whole numbers of a range, () where it is absent."""
+        return self._list(key, f"a list of whole numbers in {low}..{high}", lambda x: whole(x) and low <= x <= high)
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """Returns a list of texts, () where it is absent."""
+        return self._list(key, "a list of texts", lambda x: isinstance(x, str))
+
+    def tables(self, key: str) -> tuple[Mapping[str, Any], ...]:
+        """Returns a list of tables, () where it is absent."""
+        return self._list(key, "a list of objects", lambda x: isinstance(x, Mapping))
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        """Returns token ids where one or a list of them may stand, () where it is absent."""
+        value = self.raw.get(key)
+        if whole(value) and 0 <= value <= TOKEN:
+            return (int(value),)
+        return self._list(key, "a token id or a list of them", lambda x: whole(x) and 0 <= x <= TOKEN)
+
+    def table(self, key: str) -> Fields:
+        """Returns the table under a key, an empty one where it is absent."""
+        value = self.raw.get(key)
+        return Fields({} if value is None else value, self.where, f"{self.inside}{key}.")
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.raw.get(key)
+        return default if value is None else value
+
+    def _list(self, key: str, need: str, right) -> tuple:
+        value = self.raw.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list | tuple):
+            raise self.wrong(key, f"{need} is needed")
+        odd = next((i for i, x in enumerate(value) if not right(x)), None)
+        if odd is not None:
+            name = f"{self.inside}{key}[{odd}]"
+            raise ConfigError(f"{self.where}: {name} is {shown(value[odd])}; {need} is needed")
+        return tuple(value)
