@@ -116,11 +116,11 @@ def pair_of(args: Args) -> tuple[Any, Any]:
 class Line:
     """The options of one command: reads words, and writes the help."""
 
-    def __init__(self, doc: str | None, options: Iterable[Option], positional: Iterable[Option] = ()):
+    def __init__(self, doc: str | None, options: Iterable[Option], positional: Iterable[Option] = (), hint: str = ""):
         # Without docstrings (python -OO) the help still lists every option.
         self.options = {option.name: option for option in options}
         self.positional = {option.name: option for option in positional}
-        self._parser = _Parser(doc)
+        self._parser, self._hint = _Parser(doc), hint or "--help lists the options"
         for name, option in self.positional.items():
             count = None if option.required else "?"
             self._parser.add_argument(name, nargs=count, help=_help(option), metavar=option.metavar or name.upper())
@@ -138,7 +138,7 @@ class Line:
         """
         found, rest = self._parser.parse_known_args(self._normal(list(argv)), Args())
         if rest:
-            raise UsageError(f"{shown(rest[0])}: unexpected argument; --help lists the options")
+            raise UsageError(f"{shown(rest[0])}: unexpected argument; {self._hint}")
         found.given = {name for name in self.options if getattr(found, name) is not None}
         for name, option in (self.positional | self.options).items():
             text = getattr(found, name)

@@ -108,6 +108,7 @@ LINE = command.Line(
                metavar="DIR"),
         Option("json", "flag", "Print one JSON object a prompt instead of text.", False),
     ],
+    hint="a prompt goes after --prompt",
 )  # fmt: skip
 
 
@@ -244,7 +245,8 @@ def _jobs(run: Run, rows: Sequence[Any], sampling: SamplingConfig) -> list[Job]:
             ids = prompts.prompt_ids(target, row.prompt, args.chat, mode)
             speculate.check(target, ids, sampling)
             return [Job(None, ids, sampling, mode)]
-        ids, own = row.encode(target, usual, args.chat), row.sampling(sampling)
+        own = row.sampling(sampling)
+        ids = row.encode(target, usual, args.chat)
         try:
             speculate.check(target, ids, own)
         except ConfigError as error:

@@ -8,10 +8,9 @@ import shutil
 import numpy as np
 import pytest
 import test_tokenizer
-from absl.testing import flagsaver
 
 import decode
-from jetspec_jax import speculate
+from jetspec_jax.files import prompts
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures" / "peer_parity"
 PAIR = FIXTURES / "dense_causal"
@@ -24,11 +23,7 @@ def no_files_written(monkeypatch, tmp_path):
 
 def run(capsys, *args) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of one call."""
-    with flagsaver.flagsaver():
-        try:
-            status = decode.main(["decode.py", *map(str, args)])
-        except SystemExit as stop:
-            status = stop.code
+    status = decode.main(list(map(str, args)))
     out, err = capsys.readouterr()
     return status, out, err
 
@@ -140,7 +135,7 @@ def test_stop_strings_and_streams(capsys, speaking):
 
 
 def test_rows_of_a_file_have_options_of_their_own(capsys, speaking, tmp_path, monkeypatch):
-    monkeypatch.setattr(speculate, "prompt_ids", lambda target, prompt, chat=None, thinking=None: [11, 12, 17])
+    monkeypatch.setattr(prompts, "prompt_ids", lambda target, prompt, chat=None, thinking=None: [11, 12, 17])
     use = {"top_p": 0.9, "logit_bias": {"5": 100.0}, "bad_words": [[40], [41, 42]]}  # two programs for three rows
     given = [
         {"max_new_tokens": 9},
@@ -243,7 +238,7 @@ FLAG_MISTAKES = [
     (["--prompt_ids", "1", "--nochat"], "--nochat with"),
     (["--prompt_file", "f", "--trace", "t"], "--trace"),
     (["a prompt"], "--prompt"),
-    (["--prompt", "x", "--notarget"], "no such flag"),
+    (["--prompt", "x", "--notarget"], "no such option"),
     (["--prompt", "x", "--budget", "100000"], "1..1024"),
     (["--prompt_ids", "1,x"], "--prompt_ids='1,x'"),
     (["--prompt_ids", ""], "--prompt_ids=''"),
@@ -338,7 +333,7 @@ def test_help_lists_the_flags(capsys):
 
 def test_no_prompt_is_decoded_before_all_are_checked(capsys, tmp_path, monkeypatch):
     """The second line asks for more than the target's context; nothing of the first appears."""
-    monkeypatch.setattr(speculate, "prompt_ids", lambda *_: [5])
+    monkeypatch.setattr(prompts, "prompt_ids", lambda *_: [5])
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt": "b", "max_new_tokens": 100000}\n')
     args = ("--target", PAIR / "target", "--method=autoregressive", "--prompt_file", file, "--json")

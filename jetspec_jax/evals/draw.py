@@ -99,7 +99,7 @@ def svg(done: Recorded, number: int, text: Callable[[int], str]) -> str:
     y = lambda i: MARGIN + ROW * (heights[i] + 1.5)
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide:g}" height="{high:g}" viewBox="0 0 {wide:g} {high:g}" '
-        'font-family="monospace" font-size="11">',
+        'font-family="monospace" font-size="11" paint-order="stroke">',
         f'<rect width="{wide:g}" height="{high:g}" fill="white"/>',
         f'<text x="{MARGIN}" y="{MARGIN + 8}" font-size="13">{escape(title(done, number))}</text>',
     ]
@@ -116,9 +116,10 @@ def svg(done: Recorded, number: int, text: Callable[[int], str]) -> str:
         colour = "#2a8" if node.accepted else "#bbb"
         shown = node.text if len(node.text) <= SHOWN else f"{node.text[: SHOWN - 1]}…"
         chance = " / ".join(f"{p:.2f}" for p in (node.draft, node.target) if p is not None)
+        halo = 'stroke="white" stroke-width="2"'
         out += [
             f'<circle cx="{x(i):g}" cy="{y(i):g}" r="4" fill="{colour}"/>',
-            f'<text x="{x(i) + 7:g}" y="{y(i) - 3:g}">{escape(shown)}</text>',
-            f'<text x="{x(i) + 7:g}" y="{y(i) + 9:g}" font-size="8" fill="#777">{chance}</text>',
+            f'<text x="{x(i) + 7:g}" y="{y(i) - 3:g}" {halo}>{escape(shown)}</text>',
+            f'<text x="{x(i) + 7:g}" y="{y(i) + 9:g}" font-size="8" fill="#777" {halo}>{chance}</text>',
         ]
     return "\n".join([*out, "</svg>", ""])
