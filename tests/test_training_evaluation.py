@@ -36,7 +36,7 @@ def test_overfit_drafts_close_to_the_block_limit(answered, tmp_path, capsys):
     scale = features.scale(target(), packed, HEAD.tap_layers, 8, 4, "xla")
     data = Batches(packed, len(packed.tokens), 1, 0)
     mesh = sharding.make_mesh(1, jax.devices()[:1])
-    outcome = loop.train(r, target(), scale, data, None, tmp_path, plan, mesh)
+    outcome = loop.train(r, loop.Given(target(), scale, data), tmp_path, plan, mesh)
     last = journal.read(tmp_path)[-1]
     assert last["loss"] < 0.05
     line = capsys.readouterr().out.strip().splitlines()[-1]

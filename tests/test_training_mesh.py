@@ -43,7 +43,7 @@ def train(name, model, count, steps=6, stored=False):
     place = lambda shape, dtype: jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=split)()
     put = lambda x: jax.device_put(x, split)
     kept = features.resident(t, packed, r.head.tap_layers, 8, "xla", place, put) if stored else None
-    return loop.train(r, t, jnp.ones(32), data, kept, folder / name, plan, mesh, on_time=more)
+    return loop.train(r, loop.Given(t, jnp.ones(32), data, kept), folder / name, plan, mesh, on_time=more)
 
 one = train("one", 1, 1)
 many = train("many", 2, 8, 3)

@@ -99,11 +99,30 @@ def test_features_in_files_are_those_of_the_device(tmp_path, monkeypatch):
     real = np.asarray(kept.taps[: len(packed.tokens)])[packed.document > 0]
     np.testing.assert_allclose(scale, np.sqrt((real**2).mean(0)), rtol=1e-4)
 
-    with pytest.raises(ConfigError, match="tap_layers differs"):
+    with pytest.raises(ConfigError, match=r"--config.tap_layers=1,0: .* was made with 0,1; remove the folder"):
         features.Stored(tmp_path, target(), packed, (1, 0))
-    with pytest.raises(ConfigError, match="data differs"):
+    with pytest.raises(ConfigError, match=r"data=.* was made with"):
         features.write(tmp_path, target(), packed._replace(tokens=packed.tokens + 1), HEAD.tap_layers, 4, "xla")
     shard = tmp_path / "features-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-50])
     with pytest.raises(ConfigError, match=r"features-00001.*not a whole file"):
         features.Stored(tmp_path, target(), packed, HEAD.tap_layers)
+
+
+def test_features_of_files_are_read_ahead_in_order():
+    packed = packing.pack(random_examples(60), 24)
+    read = []
+
+    def stored(rows):
+        read.append(rows.tolist())
+        return teacher.Features(np.ones((len(rows), 24, 1)), np.ones((len(rows), 24, 1)))
+
+    data = Batches(packed, 4, 2, seed=1, features=stored)
+    plain, stream = Batches(packed, 4, 2, seed=1), data.stream(3)
+    for number in range(3, 8):
+        batch = next(stream)
+        np.testing.assert_array_equal(batch.rows, plain[number].rows)
+        assert batch.features.taps.shape == (2, 2, 24, 1)
+    assert read[:5] == [plain[n].rows.ravel().tolist() for n in range(3, 8)]
+    silent = Batches(packed._replace(learnt=np.zeros_like(packed.learnt)), 4, 2, seed=1, features=stored)
+    assert next(silent.stream(0)) is None

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import types
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +22,7 @@ from small import (
 
 from jetspec_jax.config import ConfigError
 from jetspec_jax.files import load
-from jetspec_jax.training import (
-    files,
-    loop,
-    manifest,
-    pipeline,
-    plot,
-    regenerate,
-    settings,
-    step,
-)
+from jetspec_jax.training import files, gather, loop, manifest, pipeline, plot, regenerate, settings, step
 from jetspec_jax.training.data import answers as answer_store
 from jetspec_jax.training.data import packing, rows
 from jetspec_jax.training.objectives import block as learns
@@ -54,7 +46,7 @@ def test_the_pipeline_leaves_a_head_that_loads_bit_equal(loaded, tmp_path):
     longest = max(e.tokens.size for e in answer_store.learnable(stored, [""] * 12, False)[0])
     assert f"| longest row in training | {head.metadata['training_length']} tokens |" in card
     assert head.metadata["training_length"] == longest
-    assert "| s | 11 |" in card and "11 examples with" in card and "1 held out" in card
+    assert "| s | 11 |" in card and "license: unknown" in card and "11 examples with" in card and "1 held out" in card
     assert "causal, mask token 3" in card and "held-out, budget 4" in card
     scale = jnp.asarray(np.load(tmp_path / "run" / "scale.npy"))
     with loop.Checkpoints(tmp_path / "run" / "train") as checkpoints:
@@ -129,15 +121,15 @@ def test_every_setting_is_free_or_of_the_recipe():
 def test_a_manifest_that_is_no_object_matches_nothing(tmp_path):
     (tmp_path / "settings.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"no readable manifest .no JSON object.; fix"):
-        manifest.check(tmp_path / "settings.json", {"a": 1}, "fix")
+        manifest.sign(tmp_path / "settings.json", {"a": 1}, "fix", True)
 
 
 def test_outputs_of_other_settings_are_refused_by_name(loaded, tmp_path, monkeypatch):
     found = [{"id": f"s/{i}", "messages": [{"role": "user", "content": t}]} for i, t in enumerate(["ab", "cde"])]
-    monkeypatch.setattr(pipeline.pool, "build", lambda *given: (found, {}))
+    monkeypatch.setattr(gather.pool, "build", lambda *given: (found, {}))
     own = [found[0] | {"id": "own/0"}]
-    monkeypatch.setattr(pipeline.own_prompts, "write", lambda *given: own)
-    monkeypatch.setattr(pipeline.pool, "Forbidden", lambda folder: types.SimpleNamespace(matches=None, digest="abc"))
+    monkeypatch.setattr(gather.own_prompts, "write", lambda *given: own)
+    monkeypatch.setattr(gather.pool, "Forbidden", lambda folder: types.SimpleNamespace(matches=None, digest="abc"))
     given = RUN | {"prompt_sets": str(tmp_path), "target": "t", "until": "answers", "own_prompts": 1}
     go = lambda **change: pipeline.run(settings.make(given | change, "c"), tmp_path / "run", lambda line: None)
     assert go()
@@ -160,13 +152,13 @@ def test_outputs_of_other_settings_are_refused_by_name(loaded, tmp_path, monkeyp
 def test_own_prompts_keep_off_the_benchmarks_of_prompt_sets_beside_other_rows(loaded, tmp_path, monkeypatch):
     asked = []
     known = lambda folder: types.SimpleNamespace(matches=folder, digest=folder.name)
-    monkeypatch.setattr(pipeline.pool, "Forbidden", known)
-    monkeypatch.setattr(pipeline.own_prompts, "write", lambda *given: asked.append(given[5]) or [])
+    monkeypatch.setattr(gather.pool, "Forbidden", known)
+    monkeypatch.setattr(gather.own_prompts, "write", lambda *given: asked.append(given[5]) or [])
     given = RUN | {"data": str(questions(tmp_path)), "target": "t", "until": "answers", "own_prompts": 1}
     log = []
     for name, change in (("with", {"prompt_sets": str(tmp_path)}), ("without", {})):
         assert pipeline.run(settings.make(given | change, "c"), tmp_path / name, log.append)
-    assert asked[0] == tmp_path and asked[1]("text") is False
+    assert asked[0] == tmp_path and asked[1] is None
     assert sum(line.startswith("own prompts: not compared") for line in log) == 1
     # What was kept off no benchmark is not taken for what was; the other way round it is good enough.
     with pytest.raises(ConfigError, match=r"benchmarks=.*made with none; remove .*/own.jsonl"):
@@ -175,7 +167,7 @@ def test_own_prompts_keep_off_the_benchmarks_of_prompt_sets_beside_other_rows(lo
 
 
 def test_what_cannot_work_is_refused_before_anything_slow(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline, "_source", lambda *given: pytest.fail("too late"))
+    monkeypatch.setattr(gather, "source", lambda *given: pytest.fail("too late"))
     config = lambda **change: settings.make(RUN | {"data": str(questions(tmp_path)), "target": "t"} | change, "c")
     head = learns.configure(config(), target().config)
     other = types.SimpleNamespace(config=dataclasses.replace(head, max_positions=9, block_size=5), params={})
@@ -209,15 +201,18 @@ def test_the_answers_as_a_data_set_of_their_own(loaded, tmp_path):
     assert (tmp_path / "second" / "features" / "manifest.json").is_file()
 
 
-def test_the_curves_are_drawn_or_the_missing_package_is_named(tmp_path, capsys):
-    record = {"step": 1, "loss": 2.0, "run_length": 1.5, "heldout": {"acceptance": {"16": 2.0}}}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n" + '{"step": 2, "lo')
-    status = plot.main([str(tmp_path)])
-    if status:
-        assert "needs matplotlib" in capsys.readouterr().err
-    else:
-        assert (tmp_path / "curves.png").stat().st_size > 1000
+def test_the_curves_of_a_run_are_drawn(tmp_path, capsys):
+    record = {"step": 1, "loss": 2.0, "run_length": 1.5, "heldout": {"acceptance": {"16": 2.0, "32": 2.25}}}
+    lines = [record, {"step": 3, "loss": 0.5, "run_length": 2.0}, record | {"step": 4, "loss": 0.25}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines) + '{"step": 5, "lo')
+    assert plot.main([str(tmp_path)]) == 0 and capsys.readouterr().out == f"{tmp_path / 'curves.svg'}\n"
+    picture = ElementTree.parse(tmp_path / "curves.svg").getroot()
+    drawn = [e.get("points").split() for e in picture.iter() if e.tag.endswith("polyline")]
+    assert [len(points) for points in drawn] == [3, 3, 2, 2]  # loss, chain, two budgets
+    across, down = zip(*(map(float, p.split(",")) for p in drawn[0]), strict=True)
+    assert across[0] < across[1] < across[2] and down[0] < down[1] < down[2]  # the loss falls: further down
     assert plot.main([str(tmp_path / "none")]) == 1 and plot.main([]) == 2
+    assert plot.main([str(tmp_path), str(tmp_path / "no" / "x.svg")]) == 1
 
 
 def test_a_work_folder_that_cannot_be_made(tmp_path):

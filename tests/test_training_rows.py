@@ -116,7 +116,7 @@ BAD = [
     ({"messages": [user("a"), answer("  ")]}, "a message without content"),
     ({"messages": None}, "neither messages, prompt and response, nor text"),
     ({"messages": "hi"}, "messages is no list"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "a role other than system, user and assistant"),
+    ({"messages": [{"role": "critic", "content": "x"}]}, "a role other than system, user, assistant and tool"),
     ({"messages": [user("a")]}, "no assistant turn"),
     ({"prompt": "a", "response": None}, "no assistant turn"),
     ({"text": ""}, "a text without content"),
@@ -141,9 +141,9 @@ def test_limits_of_length_are_exact():
     assert kept[0].tokens.size == 7 and report.truncated == 1
     long = {"prompt": "h" * 20, "response": "yes"}
     _, report = build([row, long], longest=9)
-    assert report.dropped == {"the answer begins behind the sequence length": 1}
+    assert report.dropped == {"the answer begins after the sequence length": 1}
     _, report = build([row, long], longest=24)  # one answer token before the cut: no label
-    assert report.dropped == {"the answer begins behind the sequence length": 1}
+    assert report.dropped == {"the answer begins after the sequence length": 1}
     assert len(build([row, long], longest=25)[0]) == 2
     kept, _ = build([{"prompt": "hi", "response": "y"}])  # one token and the end token
     assert shown(kept[0]) == ".....y$"
@@ -184,3 +184,14 @@ def test_templates_that_rewrite_earlier_turns():
     value = {"messages": [user("a"), answer("ef is it</think>ef")]}
     kept, _ = examples.build([rows.Row("f:0", "0", value)], Forgetful(), (1,), 64, True, "all")
     assert shown(kept[0]).endswith("0ef$") and shown(kept[0]).startswith("....0ef is it")
+
+
+def test_a_byte_order_mark_and_the_line_of_a_bad_byte(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n\n{"text": "two"}\n')
+    assert [(r.value["text"], r.where) for r in rows.read(path)] == [("one", f"{path}:1"), ("two", f"{path}:3")]
+    path.write_bytes(b'{"text": "one"}\n' * 39 + '{"text": "café"}\n'.encode("latin-1") + b'{"text": "one"}\n' * 9)
+    found = rows.read(path)
+    assert len([next(found) for _ in range(39)]) == 39
+    with pytest.raises(ConfigError, match=r"a.jsonl:40: not UTF-8 text .invalid continuation byte"):
+        next(found)

@@ -110,15 +110,15 @@ def test_a_study_in_the_folder_of_another_is_refused_by_name(loaded, stages, tmp
     assert study.main([*command, "--steps=2"]) == 0
     capsys.readouterr()
     for more, message in [
-        (["--steps=5000"], "its study has steps=2, this command steps=5000; use a new --workdir"),
-        (["--steps=2", "--limit=3"], "limit=64, this command limit=3"),
-        (["--steps=2", f"--prompts={other}"], "this command prompts other="),
-        (["--steps=2", f"--data={other}"], "its study has data="),
+        (["--steps=5000"], "--steps=5000: {w} was made with 2; use a new --workdir"),
+        (["--steps=2", "--limit=3"], "limit=3: {w} was made with 64"),
+        (["--steps=2", f"--prompts={other}"], "prompts=other:"),
+        (["--steps=2", f"--data={other}"], "--data="),
         (["--steps=0"], "--steps=0: give a whole number >= 1"),
     ]:
         assert study.main([*command, *more]) == (2 if ": give a whole" in message else 1)
         out = capsys.readouterr()
-        assert message in out.err and out.err.count("\n") == 1 and not out.out
+        assert message.format(w=tmp_path / "w") in out.err and out.err.count("\n") == 1 and not out.out
     moved = pathlib.Path(command[1].partition("=")[2]).rename(tmp_path / "moved.jsonl")  # the same rows elsewhere
     assert study.main([*command, "--steps=2", f"--data={moved}"]) == 0 and "2 steps of" in capsys.readouterr().out
     command = study_command(tmp_path, monkeypatch, loss_chunk=32, feature_batch=1)  # what a full device may need

@@ -7,8 +7,11 @@ One that was damaged afterwards is passed over with a word. The best head so far
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +23,16 @@ from jetspec_jax.config import ConfigError
 from jetspec_jax.training.step import TrainState
 
 KEPT = 2  # newest states
+PATTERN = set("*?[]{}\\")  # orbax takes a path for a pattern where it puts a checkpoint together: it gets a link then
 
 
 def any_saved(folder: Path) -> bool:
     """Whether the folder of a run holds a state or a best head, whole or damaged."""
     return any(path.name.isdigit() for kind in ("states", "best") for path in (folder / kind).glob("*"))
+
+
+class NotSaved(OSError):
+    """A checkpoint cannot be written; the message is one line for the user."""
 
 
 class Checkpoints:
@@ -33,29 +41,46 @@ class Checkpoints:
     def __init__(self, folder: Path):
         folder = folder.resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+        self._folder, self._link = folder, None
+        place = folder
+        if set(str(folder)) & PATTERN:
+            self._link = tempfile.TemporaryDirectory(prefix="jetspec-")
+            place = Path(self._link.name) / "run"
+            place.symlink_to(folder, target_is_directory=True)
         options = ocp.CheckpointManagerOptions
-        self._states = ocp.CheckpointManager(folder / "states", options=options(max_to_keep=KEPT))
-        self._best = ocp.CheckpointManager(folder / "best", options=options(max_to_keep=1))
+        self._states = ocp.CheckpointManager(place / "states", options=options(max_to_keep=KEPT))
+        self._best = ocp.CheckpointManager(place / "best", options=options(max_to_keep=1))
 
     def __enter__(self) -> Checkpoints:
         self._quiet = contextlib.ExitStack()
         self._quiet.enter_context(_no_echoes())
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, kind, error, trace) -> None:
         with self._quiet:
-            self._states.close()
-            self._best.close()
+            try:
+                with self._writing("a checkpoint"):
+                    self._states.close()
+                    self._best.close()
+            except NotSaved:
+                if error is None:  # else what came first is what is said
+                    raise
+        if self._link:
+            self._link.cleanup()
 
     def save(self, step: int, state: TrainState, notes: dict[str, Any]) -> None:
         """Copies the state off the device and writes it in the background; notes: plain values beside it."""
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), notes=ocp.args.JsonSave(notes))
-        if not self._states.save(step, args=args):
-            raise RuntimeError(f"{self._folder}: state {step} was not saved, a later one is there")
+        with self._writing(f"checkpoint {step}"):
+            if not self._states.save(step, args=args):
+                raise RuntimeError("a later one is there")
 
     def save_best(self, step: int, params: dict, acceptance: float) -> None:
         """Replaces the best head."""
+        with self._writing("the best head"):
+            self._replace_best(step, params, acceptance)
+
+    def _replace_best(self, step: int, params: dict, acceptance: float) -> None:
         self._best.wait_until_finished()
         # Of a run that went back: orbax would keep the later step. On the disk it stays: a kill may come first.
         later = [old for old in self._best.all_steps() if old >= step]
@@ -70,8 +95,22 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Returns when everything is on the disk."""
-        self._states.wait_until_finished()
-        self._best.wait_until_finished()
+        with self._writing("a checkpoint"):
+            self._states.wait_until_finished()
+            self._best.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        """Makes one line of whatever a full disk provokes; an error of the background comes with a later call."""
+        try:
+            yield
+        except Exception as error:
+            why = _reason(error)
+            whole = sorted(int(p.name) for p in (self._folder / "states").glob("*") if p.name.isdigit())
+            there = f"at step {whole[-1]}" if whole else "from the beginning"
+            raise NotSaved(
+                f"{self._folder}: {what} cannot be written ({why}); make room, then the same command goes on {there}"
+            ) from None
 
     def restore(
         self, like: TrainState, step: int = 0, log: Callable[[str], None] = lambda line: None
@@ -136,20 +175,41 @@ class Checkpoints:
         return found["params"], found["notes"]
 
 
+def _reason(error: BaseException) -> str:
+    """The system's own words for why a file cannot be written, or the first line of the error."""
+    text = str(error).strip()
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO):
+        if os.strerror(number) in text:
+            return os.strerror(number)
+    return (text or type(error).__name__).splitlines()[0][:200]
+
+
 @contextlib.contextmanager
 def _no_echoes() -> Iterator[None]:
-    """Keeps back what other reads print, later and from other threads, when a damaged array has ended an attempt."""
-    excepthook, unraisable, log = sys.excepthook, sys.unraisablehook, logging.getLogger("asyncio")
-    echo = lambda text: "Event loop is closed" in text or "_read_array_index" in text
-    never = lambda record: "never retrieved" not in record.getMessage()
+    """Keeps back what other threads print, later, when a damaged array or a full disk has ended an attempt.
+
+    What failed is raised in the main thread too, so nothing goes unsaid.
+    """
+    excepthook, unraisable = sys.excepthook, sys.unraisablehook
+
+    def echo(text: str) -> bool:
+        return "Event loop is closed" in text or "_read_array_index" in text
+
+    def new(record: logging.LogRecord) -> bool:
+        orbax = record.levelno >= logging.ERROR and "orbax" in record.pathname
+        return not orbax and "never retrieved" not in record.getMessage()
+
     sys.excepthook = lambda kind, error, trace: echo(str(error)) or excepthook(kind, error, trace)
     sys.unraisablehook = lambda args: echo(f"{args.object!r} {args.exc_value}") or unraisable(args)
-    log.addFilter(never)
+    logs = [logging.getLogger(name) for name in ("asyncio", "absl")]
+    for log in logs:
+        log.addFilter(new)
     try:
         yield
     finally:
         sys.excepthook, sys.unraisablehook = excepthook, unraisable
-        log.removeFilter(never)
+        for log in logs:
+            log.removeFilter(new)
 
 
 def _abstract(tree: Any) -> Any:

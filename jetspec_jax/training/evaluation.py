@@ -10,6 +10,7 @@ low, and lower on text that the target did not write.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -40,16 +41,31 @@ class Drafts(NamedTuple):
 
 
 def measure(
-    recipe: Recipe, target_params, scale, params: dict, packed: Packed, budgets: tuple[int, ...], width: int, batch: int
-) -> dict[str, Any]:
-    """Acceptance length by budget (walked rounds and mean over all anchors), and figures by depth and rank.
+    recipe: Recipe,
+    target_params: dict,
+    scale: jax.Array,
+    params: dict,
+    packed: Packed,
+    budgets: tuple[int, ...],
+    width: int,
+    batch: int,
+    stopped: Callable[[], bool] = lambda: False,
+) -> dict[str, Any] | None:
+    """Returns acceptance lengths by budget (walked rounds and mean over all anchors), and figures by depth and rank.
 
-    packed: held-out sequences. budgets: tree nodes, root included. width: candidates a depth, as in decoding.
+    Args:
+      params: of the head in training, with the `scale` that they are for.
+      packed: held-out sequences; `batch` of them at a time.
+      budgets: tree nodes, root included.
+      width: candidates a depth, as in decoding.
+      stopped: asked before every batch; None is returned once it says so.
     """
     run = functools.partial(_drafts, recipe, max(budgets), width)
     found = []
     count = len(packed.tokens)
     for first in range(0, count, batch):
+        if stopped():
+            return None
         rows = np.minimum(np.arange(first, first + batch), count - 1)
         p = packed.select(rows)
         sequences = Batch(p.tokens, p.document, p.position, p.learnt, rows.astype(np.int32))

@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jetspec_jax import __version__
 from jetspec_jax.files import checkpoint
-from jetspec_jax.training import journal
+from jetspec_jax.training import files, journal, plot
 from jetspec_jax.training.data.code_prompts import LICENCES
 from jetspec_jax.training.recipe import Recipe
 from jetspec_jax.training.settings import Settings
 
 SHARD_BYTES = 11_000_000  # small enough to travel as single files
+SHOWN = 8  # moments of the run in its table
+# Of the sources of the pool, by the beginning of their names.
+DATA = {
+    "gsm8k": "GSM8K, train split: MIT",
+    "math": "MATH, train split: MIT",
+    "mbpp": "MBPP, outside its test split: CC-BY-4.0",
+    "chat": "templates of jetspec_jax: Apache-2.0",
+    "code": "signatures and docstrings of installed packages, see below",
+    "own": "written by the target itself",
+}
 
 CARD = """---
 library_name: jetspec_jax
+license: {license}
 tags: [speculative-decoding, draft-head, {family}]
 ---
 
@@ -35,9 +48,13 @@ A {layers}-layer {family} head of {parameters:,} parameters (bfloat16), trained 
 | --- | --- |
 | target | {target}, fingerprint {fingerprint}: another file, dtype or quantisation is another target |
 | tapped layers | {taps} (0-based, outputs) of {target_layers} |
-| block | {block_size} slots, {mask}, mask token {mask_token} |
+{special}
 | thinking switch | {thinking} |
 | longest row in training | {longest} tokens |
+
+## Acceptance
+
+{acceptance}
 
 ## Training
 
@@ -50,13 +67,15 @@ A {layers}-layer {family} head of {parameters:,} parameters (bfloat16), trained 
 | learning rate | peak {peak_lr:g}, {warmup:.0%} warm-up, cosine to {final_lr:.0%} |
 | seed | {seed} |
 | hardware | {hardware}, {dtype}, jax {jax} |
-| command | `python train.py --config configs/NAME.py --workdir DIR` with the values in `training.json` |
+| command | {command} |
 
 {figures}
 
 Run length is a proxy: tokens of a chain that teacher forcing would accept, plus one, over uniformly drawn anchors.
 Held-out acceptance lengths come from real best-first trees on held-out prompts of the same sources, at the budgets
-named, without a decode loop.
+named, without a decode loop; each stands at the step whose parameters it was made with.
+
+![curves](curves.svg)
 
 ## Data
 
@@ -71,54 +90,71 @@ tokens. Elsewhere it is slower, never wrong.
 """
 
 
-def write(
-    folder: Path,
-    target,
-    recipe: Recipe,
-    params: dict,
-    saved: int,
-    at: int,
-    scale: jax.Array,
-    config: Settings,
-    counts: dict[str, Any],
-) -> None:
-    """Folds the scale and saves bf16 weights, config.json, jetspec.json, training.json and README.md.
+class Trained(NamedTuple):
+    """What a run came to."""
 
-    target: what `load_target` returns. params: f32, in the coordinates of scaled features, after `saved` updates. at:
-    updates that the run has made so far. counts: of the data, as the pipeline gathers them.
+    params: dict  # f32, in the coordinates of scaled features
+    scale: jax.Array
+    step: int  # updates that made the parameters
+    at: int  # updates that the run has made so far
+
+
+def write(
+    folder: Path, target, recipe: Recipe, trained: Trained, config: Settings, counts: dict[str, Any],
+    measured: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Folds the scale and saves bf16 weights, config.json, jetspec.json, training.json, curves.svg and README.md.
+
+    Args:
+      folder: of the head; the run's metrics lie in `train` beside it.
+      target: what `load_target` returns.
+      counts: of the data, as the pipeline gathers them.
+      measured: of real decoding with these weights, as the pipeline keeps it; None where there was none.
     """
-    finished = recipe.learns.fold(params, scale, "bfloat16")
-    head, name = recipe.head, Path(target.source).name
-    family = "jetspec" if head.causal else "dflash"
+    finished = recipe.learns.fold(trained.params, trained.scale, "bfloat16")
     metadata = {
-        "family": family,
-        "target": name,
+        "family": config.family_name,
+        "target": Path(target.source).name,
         "target_fingerprint": target.fingerprint,
         "thinking": config.thinking_switch,
         "training_length": counts["longest"],
-        "training_steps": saved,
+        "training_steps": trained.step,
     }
-    checkpoint.save_head(folder, head, finished, metadata, SHARD_BYTES)
+    checkpoint.save_head(folder, recipe.head, finished, metadata, SHARD_BYTES)
     values = {"config": dataclasses.asdict(config), "data": counts}
-    (folder / "training.json").write_text(json.dumps(values, indent=1) + "\n")
-    card = CARD.format(
-        target=name,
+    files.write(folder / "training.json", json.dumps(values, indent=1) + "\n")
+    records = journal.read(folder.parent / "train")
+    files.write(folder / "curves.svg", plot.curves(records))
+    size = sum(x.size for x in jax.tree.leaves(finished))
+    card = _card(target, recipe, trained, config, counts, records, measured, size)
+    files.write(folder / "README.md", card)
+
+
+def _card(
+    target, recipe: Recipe, trained: Trained, config: Settings, counts: dict[str, Any], records: list[dict[str, Any]],
+    measured: dict[str, Any] | None, parameters: int,
+) -> str:  # fmt: skip
+    """The text of the model card."""
+    head = recipe.head
+    steps = f"**Unfinished: the run is at step {trained.at:,} of {recipe.steps:,}.**"
+    return CARD.format(
+        license=config.license or "unknown",
+        target=Path(target.source).name,
         fingerprint=target.fingerprint,
-        family=family,
+        family=config.family_name,
         layers=head.num_layers,
-        parameters=sum(x.size for x in jax.tree.leaves(finished)),
+        parameters=parameters,
         version=__version__,
         depth=head.depth,
         taps=", ".join(map(str, head.tap_layers)),
-        target_layers=head.num_target_layers,
-        block_size=head.block_size,
-        mask="causal" if head.causal else "bidirectional",
-        mask_token=head.mask_token_id,
+        target_layers=target.config.num_layers,
+        special="\n".join(f"| {name} | {text} |" for name, text in recipe.learns.describe(head).items()),
         thinking={None: "the template's default", True: "on", False: "off"}[config.thinking_switch],
-        unfinished="" if at == recipe.steps else f"\n\n**Unfinished: the run is at step {at:,} of {recipe.steps:,}.**",
+        unfinished="" if trained.at == recipe.steps else f"\n\n{steps}",
         longest=counts["longest"],
+        acceptance=_acceptance(measured),
         length=config.sequence_length,
-        step=saved,
+        step=trained.step,
         steps=recipe.steps,
         batch=config.batch,
         anchors=recipe.anchors,
@@ -133,30 +169,66 @@ def write(
         final_lr=recipe.final_lr,
         clip=recipe.clip,
         seed=recipe.seed,
-        hardware=f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        hardware=hardware(),
         dtype=recipe.dtype,
         jax=jax.__version__,
-        figures=_figures(folder.parent / "train"),
+        command=_command(),
+        figures=_figures(records, trained.step),
         data=_data(config, counts),
         sources=_sources(counts),
     )
-    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def _figures(folder: Path) -> str:
-    """A table of about eight moments of the run, from its metrics."""
-    records = journal.read(folder)
-    shown = [records[i] for i in np.unique(np.linspace(0, len(records) - 1, 8).round().astype(int))] if records else []
-    judged = {r["step"]: r["heldout"]["acceptance"] for r in records if "heldout" in r}
-    budgets = list(next(iter(judged.values()), ()))
+def hardware() -> str:
+    """Returns the devices of this process, for people."""
+    return f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+
+
+def _command() -> str:
+    name = Path(sys.argv[0]).name
+    if name == "train.py" or name.startswith("jetspec-"):
+        start = ["python", name] if name.endswith(".py") else [name]
+        return f"`{shlex.join([*start, *sys.argv[1:]])}`, all values in `training.json`"
+    return "called from Python, with the values in `training.json`"
+
+
+def _acceptance(measured: dict[str, Any] | None) -> str:
+    """Figures of real decoding with the weights of this folder."""
+    if measured is None:
+        return (
+            "Not measured by real decoding. `python -m jetspec_jax.evals.acceptance --target TARGET --head THIS_FOLDER "
+            "--prompts FILE` does it."
+        )
+    low, high = measured["interval_95"]
+    return (
+        f"Real speculative decoding of {measured['prompts']} prompts of `{measured['set']}`, greedy, budget "
+        f"{measured['budget']}, at most {measured['max_new_tokens']} new tokens, {measured['hardware']}: acceptance "
+        f"length {measured['acceptance_length']:.2f}, bonus token included (95 % bootstrap interval over prompts "
+        f"{low:.2f}-{high:.2f}), {measured['rounds']:,} rounds. Made by the training command's `decode_prompts`."
+    )
+
+
+def _figures(records: list[dict[str, Any]], exported: int) -> str:
+    """A table of some moments of the run, the exported one among them; evaluations stand at their own steps."""
+    judged = [r for r in records if "heldout" in r]
+    among = judged or records
+    chosen = {int(i) for i in np.linspace(0, len(among) - 1, SHOWN).round()} if among else set()
+    shown = [r for i, r in enumerate(among) if i in chosen or r["step"] == exported]
+    budgets = list(judged[0]["heldout"]["acceptance"]) if judged else []
     head = ["step", "loss", "run length", "slot-1 hit", *(f"held-out, budget {b}" for b in budgets)]
     lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
     for r in shown:
-        before = [s for s in judged if s <= r["step"]]
-        cells = [f"{judged[max(before)][b]:.2f}" if before else "" for b in budgets]
-        values = [str(r["step"]), f"{r['loss']:.3f}", f"{r['run_length']:.2f}", f"{r['first_hit']:.2f}", *cells]
+        name = f"**{r['step']:,} (this head)**" if r["step"] == exported else f"{r['step']:,}"
+        made = [f"{r[key]:.{digits}f}" if key in r else "" for key, digits in FIGURES]
+        tau = r.get("heldout", {}).get("acceptance", {})
+        values = [name, *made, *(f"{tau[b]:.2f}" if b in tau else "" for b in budgets)]
         lines.append("| " + " | ".join(values) + " |")
+    if not any(r["step"] == exported for r in judged):
+        lines += ["", f"Step {exported:,}, the one of this head, was not evaluated on held-out prompts."]
     return "\n".join(lines)
+
+
+FIGURES = ("loss", 3), ("run_length", 2), ("first_hit", 2)
 
 
 def _data(config: Settings, counts: dict[str, Any]) -> str:
@@ -168,6 +240,7 @@ def _data(config: Settings, counts: dict[str, Any]) -> str:
         return f"{counts['input']:,} rows with their own answers; {dropped:,} gave nothing to learn from. {kept}"
     sampled = f", and {counts['sampled']:,} sampled at temperature {config.temperature:g}" if counts["sampled"] else ""
     trimmed = " Loops at the ends of answers were cut." if config.trim_loops else ""
+    trimmed += " Answers that the limit cut were left out." if config.drop_truncated else ""
     return (
         f"{counts['input']:,} prompts, of which {counts['skipped']:,} were left out; {counts['answered']:,} greedy "
         f"answers{sampled}, all written by the target itself (at most {config.max_new_tokens} tokens; "
@@ -176,9 +249,11 @@ def _data(config: Settings, counts: dict[str, Any]) -> str:
 
 
 def _sources(counts: dict[str, Any]) -> str:
-    """Examples and supervised tokens by source, and the licences of packages whose signatures were asked about."""
-    lines = ["| source | examples | supervised tokens |", "| --- | --- | --- |"]
-    lines += [f"| {name} | {n['examples']:,} | {n['tokens']:,} |" for name, n in counts["sources"].items()]
+    """Examples and supervised tokens by source, with the licences of what was asked."""
+    lines = ["| source | examples | supervised tokens | origin of the prompts |", "| --- | --- | --- | --- |"]
+    for name, n in counts["sources"].items():
+        origin = DATA.get(name.partition("_")[0], "rows of the run's `data`")
+        lines.append(f"| {name} | {n['examples']:,} | {n['tokens']:,} | {origin} |")
     packages = sorted({s.removeprefix("code_") for s in counts["sources"] if s.startswith("code_")} & set(LICENCES))
     if packages:
         named = ", ".join(f"{name} ({LICENCES[name]})" for name in packages)

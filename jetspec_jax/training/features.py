@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jetspec_jax.config import ConfigError
-from jetspec_jax.training import files, teacher
+from jetspec_jax.training import files, manifest, teacher
 from jetspec_jax.training.data.packing import Packed
 from jetspec_jax.training.teacher import Features
 
@@ -106,19 +105,17 @@ def write(
     """
     folder.mkdir(parents=True, exist_ok=True)
     plan = _plan(target, packed, taps)
-    path = folder / MANIFEST
-    if path.exists():
-        _same(path, plan)
-    elif process == 0:
-        files.write_json(path, plan)
+    if process == 0 or _begun(folder):
+        _sign(folder, plan)
     run = jax.jit(lambda params, *arrays: teacher.run(target.model, params, *arrays, taps, attention))  # type: ignore[call-arg]
-    own = plan["files"][process::processes]
+    names = _names(plan)
+    own = names[process::processes]
     for number, name in enumerate(own):
         if (folder / name).exists():
             continue
         if not on_time():
             return False
-        begin = SHARD * plan["files"].index(name)
+        begin = SHARD * names.index(name)
         rows = np.arange(begin, min(begin + SHARD, len(packed.tokens)))
         pieces = []
         for first in range(0, rows.size, batch):
@@ -140,9 +137,10 @@ class Stored:
     """
 
     def __init__(self, folder: Path, target, packed: Packed, taps: tuple[int, ...]):
-        _same(folder / MANIFEST, _plan(target, packed, taps))
+        plan = _plan(target, packed, taps)
+        _sign(folder, plan)
         self._files = []
-        for name in _plan(target, packed, taps)["files"]:
+        for name in _names(plan):
             try:
                 self._files.append(safe_open(folder / name, framework="numpy"))
             except (OSError, SafetensorError) as error:
@@ -164,21 +162,23 @@ def _plan(target, packed: Packed, taps: tuple[int, ...]) -> dict[str, Any]:
         "sequences": len(packed.tokens),
         "sequence_length": packed.tokens.shape[1],
         "data": digest,
-        "files": [f"features-{i:05}.safetensors" for i in range(-(-len(packed.tokens) // SHARD))],
     }
 
 
-def _same(path: Path, plan: dict[str, Any]) -> None:
-    try:
-        found = dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: no readable manifest ({error}); remove the folder {path.parent}") from None
-    for key, value in plan.items():
-        if found.get(key) != value:
-            what = "" if key == "files" else f" ({found.get(key)}, this run has {value})"
-            raise ConfigError(f"{path}: {key} differs{what}; remove the folder {path.parent}")
+def _names(plan: dict[str, Any]) -> list[str]:
+    return [f"features-{i:05}.safetensors" for i in range(-(-plan["sequences"] // SHARD))]
+
+
+def _begun(folder: Path) -> bool:
+    return any(folder.glob("features-*.safetensors"))
+
+
+def _sign(folder: Path, plan: dict[str, Any]) -> None:
+    fix = f"remove the folder {folder}"
+    if not manifest.sign(folder / MANIFEST, plan, fix, _begun(folder)):
+        raise ConfigError(f"{folder / MANIFEST}: missing, so nothing says what the features are of; {fix}")
 
 
 def _padded(x: np.ndarray, rows: int) -> np.ndarray:
-    """`rows` rows; those behind the given ones are padding."""
+    """`rows` rows; those after the given ones are padding."""
     return np.pad(x, ((0, rows - len(x)),) + ((0, 0),) * (x.ndim - 1))

@@ -15,9 +15,13 @@ BAR = 24  # characters
 
 
 class Journal:
-    """Records of one run. Steps that were written before and lie behind where it goes on are taken back."""
+    """Records of one run. Steps that were written before and lie after where it goes on are taken back."""
 
-    def __init__(self, folder: Path, steps: int, at: int):
+    def __init__(self, folder: Path, steps: int, at: int, lead: bool = True):
+        """lead: whether this process writes; the others of a run say nothing."""
+        self._lead = lead
+        if not lead:
+            return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
         kept = [r for r in read(folder) if r["step"] <= at]
@@ -32,13 +36,17 @@ class Journal:
         return self
 
     def __exit__(self, *error) -> None:
+        if not self._lead:
+            return
         self._clear()
         self._file.close()
         if self._board:
             self._board.close()
 
     def record(self, values: dict[str, Any]) -> None:
-        """One moment; `step` is in it."""
+        """Writes one moment; `step` is in it."""
+        if not self._lead:
+            return
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
         for name, value in _scalars(values) if self._board else ():
@@ -48,7 +56,7 @@ class Journal:
 
     def tick(self, step: int) -> None:
         """Moves the bar, on a terminal."""
-        if self._bar:
+        if self._lead and self._bar:
             done = BAR * step // max(self._steps, 1)
             left = _time(self._left(step))
             self._bar.write(f"\r[{'#' * done}{'.' * (BAR - done)}] {step}/{self._steps}  {left} left ")
@@ -63,11 +71,16 @@ class Journal:
         return (time.monotonic() - self._begin) / done * (self._steps - step) if done else 0.0
 
     def _line(self, r: dict[str, Any]) -> str:
-        parts = [f"step {r['step']}/{self._steps}", f"loss {r['loss']:.3f}", f"tau {r['run_length']:.2f}"]
+        parts = [f"step {r['step']}/{self._steps}"]
+        if "loss" in r:
+            parts += [f"loss {r['loss']:.3f}", f"tau {r['run_length']:.2f}"]
         if "heldout" in r:
             parts += ["held-out " + " ".join(f"{b}:{t:.2f}" for b, t in r["heldout"]["acceptance"].items())]
-        parts += [f"lr {r['lr']:.2e}", f"{r['tokens_per_second']:,.0f} tokens/s", f"MFU {r['mfu']:.1%}"]
-        if r["skipped"]:
+        if "lr" in r:
+            parts += [f"lr {r['lr']:.2e}"]
+        if "mfu" in r:
+            parts += [f"{r['tokens_per_second']:,.0f} tokens/s", f"MFU {r['mfu']:.1%}"]
+        if r.get("skipped"):
             parts += [f"skipped {r['skipped']}"]
         return "  ".join([*parts, f"ETA {_time(self._left(r['step']))}"])
 

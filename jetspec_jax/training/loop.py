@@ -6,12 +6,10 @@ cut off and started again ends with the same bits.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import jax
 import numpy as np
 
 from jetspec_jax.models import sharding
-from jetspec_jax.training import evaluation, features, flops, step
+from jetspec_jax.training import evaluation, features, flops, journal, step, stop
 from jetspec_jax.training.checkpoints import Checkpoints
 from jetspec_jax.training.data.batches import Batch, Batches
 from jetspec_jax.training.data.packing import Packed
@@ -58,6 +56,22 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True)
+class Given:
+    """What a run learns from.
+
+    target: what `load_target` returns, its parameters placed on the mesh. scale: of the tapped channels. kept: features
+    of all sequences on the device, None where batches bring them or steps make them. start: parameters to begin with
+    instead of random ones.
+    """
+
+    target: Any
+    scale: jax.Array
+    data: Batches
+    kept: Features | None = None
+    start: dict | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Outcome:
     """Where a command left the run."""
 
@@ -68,116 +82,183 @@ class Outcome:
 
 def train(
     recipe: Recipe,
-    target,
-    scale: jax.Array,
-    data: Batches,
-    kept: Features | None,
+    given: Given,
     folder: Path,
     plan: Plan,
     mesh: jax.sharding.Mesh,
-    start: dict | None = None,
     on_time: Callable[[], bool] = lambda: True,
     log: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
     """Trains up to `recipe.steps` from the newest whole checkpoint, until time runs out or SIGTERM comes; saves then.
 
-    target: what `load_target` returns, its parameters placed on the mesh. kept: features of all sequences on the
-    device, None where batches bring them or steps make them. start: parameters to begin with instead of random ones.
+    The state that the command ends with is evaluated too, unless SIGTERM came.
 
     Raises:
       TrainingError: a loss or gradient is not finite; the state before it stays on the disk.
       ConfigError: no checkpoint in `folder` can be read.
+      checkpoints.NotSaved: a checkpoint cannot be written; those before it stay.
     """
-    make = lambda norm: step.init(recipe, norm, start)
-    fresh = jax.eval_shape(make, target.params["norm"])
-    layout = sharding.trained(fresh, mesh)
-    update = jax.jit(step.update, static_argnums=0, donate_argnums=3, out_shardings=(layout, sharding.repeated(mesh)))
-    gather = jax.jit(features.gather, out_shardings=sharding.split(mesh, axis=1))
-    scale = jax.device_put(scale, sharding.repeated(mesh))
-    length = data[0].tokens.shape[-1]
-    sequences = jax.process_count() * data[0].rows.size
-    work = sum(
-        flops.parts(recipe, target.config, sequences, length, kept is None and data[0].features is None).values()
-    )
-    rate = flops.matrix_rate(recipe.dtype) * mesh.size
+    with Checkpoints(folder) as checkpoints, stop.asked(log) as stopped:
+        run = _Run(recipe, given, folder, plan, mesh, checkpoints)
+        run.begin(log)
+        with run.journal:
+            if run.owes(run.due):
+                run.record(stopped, True)
+            batches = given.data.stream(run.position)
+            while run.at < recipe.steps and on_time() and not stopped():
+                run.take(next(batches), stopped)
+            run.check()
+            if run.at and not stopped() and run.owes(True):
+                run.record(stopped, True)
+            run.save()
+        if run.at < recipe.steps:
+            why = "SIGTERM" if stopped() else "time is up"
+            log(f"train: {why} at step {run.at} of {recipe.steps}; the same command goes on")
+        return run.outcome(log)
 
-    with Checkpoints(folder) as checkpoints, _stop_signal() as stopped:
-        notes: dict[str, Any] = {"skipped": 0, "best": 0.0, "best_step": 0}
-        # A state is large: none is made where one is read.
-        if found := checkpoints.restore(_placed(fresh, layout), plan.resume_step, log):
-            state, notes = found
-            log(f"train: going on at step {int(state.step)}")
+
+class _Run:
+    """One command's part of a run."""
+
+    def __init__(self, recipe: Recipe, given: Given, folder: Path, plan: Plan, mesh, checkpoints: Checkpoints):
+        self._recipe, self._given, self._folder, self._plan, self._mesh = recipe, given, folder, plan, mesh
+        self._checkpoints = checkpoints
+        self._shapes = jax.eval_shape(self._made, given.target.params["norm"])
+        self._layout = sharding.trained(self._shapes, mesh)
+        self._scale = jax.device_put(given.scale, sharding.repeated(mesh))
+        self._update = jax.jit(
+            step.update, static_argnums=0, donate_argnums=3, out_shardings=(self._layout, sharding.repeated(mesh))
+        )
+        self._gather = jax.jit(features.gather, out_shardings=sharding.split(mesh, axis=1))
+        first = given.data[0]
+        online = given.kept is None and first.features is None
+        sequences = jax.process_count() * first.rows.size
+        work = flops.parts(recipe, given.target.config, sequences, first.tokens.shape[-1], online)
+        self._work, self._rate = sum(work.values()), flops.matrix_rate(recipe.dtype) * mesh.size
+        self.notes: dict[str, Any] = {"skipped": 0, "best": 0.0, "best_step": 0}
+        self._window: list[Metrics] = []
+        self._timed, self._tokens, self._begun = 0, 0, 0.0
+
+    def _made(self, norm) -> TrainState:
+        return step.init(self._recipe, norm, self._given.start)
+
+    def begin(self, log: Callable[[str], None]) -> None:
+        """Reads the state to go on from, or makes the first one: a state is large, so there is only one at a time."""
+        like = jax.tree.map(
+            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), self._shapes, self._layout
+        )
+        if found := self._checkpoints.restore(like, self._plan.resume_step, log):
+            self.state, self.notes = found
+            log(f"train: going on at step {int(self.state.step)}")
         else:
-            state = jax.jit(make, out_shardings=layout)(target.params["norm"])
+            self.state = jax.jit(self._made, out_shardings=self._layout)(self._given.target.params["norm"])
         # The state's own may be older, where the run went back; a best head that cannot be read is none to beat.
-        best = checkpoints.restore_best(_placed(fresh, layout).params, log)
-        notes |= _noted(best[1] if best else {})
-        del best
-        at, position = int(state.step), int(state.position)
-        saved, first = (at if found else None), at
-        lead = jax.process_index() == 0
-        with Journal(folder, recipe.steps, at) if lead else contextlib.nullcontext() as journal:
-            window: list[Metrics] = []
-            timed, tokens, begin = 0, 0, time.perf_counter()
-            while at < recipe.steps and on_time() and not stopped():
-                if not data.anchored(position):
-                    position, notes["skipped"] = position + 1, notes["skipped"] + 1
-                    state = state._replace(position=state.position + 1)
-                    continue
-                batch = data[position]
-                placed = _put(batch, mesh)
-                if kept is not None:
-                    placed = placed._replace(features=gather(kept, placed.rows))
-                state, metrics = update(recipe, target.params, scale, state, placed)
-                window.append(metrics)
-                at, position, timed = at + 1, position + 1, timed + 1
-                tokens += batch.size * jax.process_count()
-                if len(window) > AHEAD:
-                    window[-AHEAD].loss.block_until_ready()
-                evaluates = plan.heldout is not None and (at % plan.eval_every == 0 or at == recipe.steps)
-                if at % plan.log_every == 0 or at == recipe.steps or evaluates:
-                    record: dict[str, Any] = {"step": at, **_mean(window)}  # waits for the device
-                    _check(state, data, folder)
-                    seconds = time.perf_counter() - begin
-                    record |= {
-                        "lr": float(recipe.schedule(at - 1)),
-                        "ms_step": 1e3 * seconds / timed,
-                        "tokens_per_second": tokens / seconds,
-                        "mfu": work * timed / (seconds * rate),
-                        "skipped": notes["skipped"],
-                    }
-                    if evaluates:
-                        record["heldout"] = _evaluate(recipe, target, scale, state, plan)
-                        tau = record["heldout"]["acceptance"][plan.judge]
-                        if tau > notes["best"]:
-                            notes |= {"best": tau, "best_step": at}
-                            checkpoints.save_best(at, state.params, tau)
-                    if journal:
-                        journal.record(record)
-                    window, timed, tokens, begin = [], 0, 0, time.perf_counter()
-                elif at == first + 1:
-                    metrics.loss.block_until_ready()  # the first step compiles, which is no part of the rate
-                    timed, tokens, begin = 0, 0, time.perf_counter()
-                if journal:
-                    journal.tick(at)
-                if at % plan.save_every == 0:
-                    _check(state, data, folder)
-                    checkpoints.save(at, state, notes)
-                    saved = at
-            _check(state, data, folder)
-            if saved != at and at:
-                checkpoints.save(at, state, notes)
-            if at < recipe.steps:
-                why = "SIGTERM" if stopped() else "time is up"
-                log(f"train: {why} at step {at} of {recipe.steps}; the same command goes on")
-        checkpoints.wait()
-        best = checkpoints.restore_best(state.params, log)
-        notes |= _noted(best[1] if best else {})
-    return Outcome(state, best[0] if best else None, notes)
+        best = self._checkpoints.restore_best(like.params, log)
+        self.notes |= _noted(best[1] if best else {})
+        self.at, self.position = int(self.state.step), int(self.state.position)
+        self._saved, self._first = (self.at if found else None), self.at
+        self._known = {r["step"]: r for r in journal.read(self._folder) if r["step"] <= self.at}
+        self.journal = Journal(self._folder, self._recipe.steps, self.at, jax.process_index() == 0)
+        self._restart()
 
+    @property
+    def due(self) -> bool:
+        """Whether this step is one that is evaluated."""
+        return self.at > 0 and (self.at % self._plan.eval_every == 0 or self.at == self._recipe.steps)
 
-def _placed(shapes, layout):
-    return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, layout)
+    def owes(self, due: bool) -> bool:
+        """Whether the state has no evaluation that it should have: SIGTERM may have come in the middle of it."""
+        return due and self._plan.heldout is not None and "heldout" not in self._known.get(self.at, {})
+
+    def take(self, batch: Batch | None, stopped: Callable[[], bool]) -> None:
+        """Makes one step, with what belongs to it; None is a batch without an anchor."""
+        plan = self._plan
+        if batch is None:
+            self.position, self.notes["skipped"] = self.position + 1, self.notes["skipped"] + 1
+            self.state = self.state._replace(position=self.state.position + 1)
+            return
+        placed = _put(batch, self._mesh)
+        if self._given.kept is not None:
+            placed = placed._replace(features=self._gather(self._given.kept, placed.rows))
+        self.state, metrics = self._update(self._recipe, self._given.target.params, self._scale, self.state, placed)
+        self._window.append(metrics)
+        self.at, self.position, self._timed = self.at + 1, self.position + 1, self._timed + 1
+        self._tokens += batch.size * jax.process_count()
+        if len(self._window) > AHEAD:
+            self._window[-AHEAD].loss.block_until_ready()
+        evaluates = self.owes(self.due)
+        if self.at % plan.log_every == 0 or self.at == self._recipe.steps or evaluates:
+            self.record(stopped, evaluates)
+        elif self.at == self._first + 1:
+            metrics.loss.block_until_ready()  # the first step compiles, which is no part of the rate
+            self._restart(keep=True)
+        self.journal.tick(self.at)
+        if self.at % plan.save_every == 0:
+            self.check()
+            self.save()
+
+    def record(self, stopped: Callable[[], bool], evaluates: bool) -> None:
+        """Writes what the steps since the last record came to, with an evaluation where one is wanted."""
+        record: dict[str, Any] = {"step": self.at} | self._known.get(self.at, {})
+        if self._window:
+            record |= _mean(self._window)  # waits for the device
+            self.check()
+            seconds = time.perf_counter() - self._begun
+            record |= {"lr": float(self._recipe.schedule(self.at - 1)), "skipped": self.notes["skipped"]}
+            if self._timed:
+                record |= {
+                    "ms_step": 1e3 * seconds / self._timed,
+                    "tokens_per_second": self._tokens / seconds,
+                    "mfu": self._work * self._timed / (seconds * self._rate),
+                }
+        if evaluates and (found := self._evaluate(stopped)):
+            record["heldout"] = found
+            tau = found["acceptance"][self._plan.judge]
+            if tau > self.notes["best"]:
+                self.notes |= {"best": tau, "best_step": self.at}
+                self._checkpoints.save_best(self.at, self.state.params, tau)
+        self.journal.record(record)
+        self._known[self.at] = record
+        self._restart()
+
+    def _evaluate(self, stopped: Callable[[], bool]) -> dict[str, Any] | None:
+        plan, heldout = self._plan, self._plan.heldout
+        assert heldout is not None  # else none is owed
+        return evaluation.measure(
+            self._recipe, self._given.target.params, self._scale, self.state.params, heldout, plan.budgets, plan.width,
+            min(4, len(heldout.tokens)), stopped,
+        )  # fmt: skip
+
+    def _restart(self, keep: bool = False) -> None:
+        self._window = self._window if keep else []
+        self._timed, self._tokens, self._begun = 0, 0, time.perf_counter()
+
+    def save(self) -> None:
+        """Writes the state, unless it is written."""
+        if self.at and self._saved != self.at:
+            self._checkpoints.save(self.at, self.state, self.notes)
+            self._saved = self.at
+
+    def check(self) -> None:
+        """Stops at a value that is not finite; nothing of it has reached the parameters."""
+        position = int(self.state.broken)
+        if position < 0:
+            return
+        names, path = self._given.data.identities(position), self._folder / "broken.json"
+        path.write_text(json.dumps({"position": position, "documents": names}, indent=1) + "\n")
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        raise TrainingError(
+            f"step {int(self.state.step)}: the loss or gradient of batch {position} is not finite (documents {shown}; "
+            f"all in {path}); try a lower --config.peak_lr or --config.clip, --config.dtype=float32, or look at these "
+            "rows"
+        )
+
+    def outcome(self, log: Callable[[str], None]) -> Outcome:
+        """Returns where the run is, when everything is on the disk."""
+        self._checkpoints.wait()
+        best = self._checkpoints.restore_best(self.state.params, log)
+        self.notes |= _noted(best[1] if best else {})
+        return Outcome(self.state, best[0] if best else None, self.notes)
 
 
 def _noted(best: dict[str, Any]) -> dict[str, Any]:
@@ -191,42 +272,6 @@ def _put(batch: Batch, mesh) -> Batch:
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(over, x), batch)
 
 
-def _evaluate(recipe: Recipe, target, scale, state: TrainState, plan: Plan) -> dict[str, Any]:
-    assert plan.heldout is not None  # asked by the caller
-    batch = min(4, len(plan.heldout.tokens))
-    return evaluation.measure(recipe, target.params, scale, state.params, plan.heldout, plan.budgets, plan.width, batch)
-
-
-def _check(state: TrainState, data: Batches, folder: Path) -> None:
-    """Stops at a value that is not finite; nothing of it has reached the parameters."""
-    position = int(state.broken)
-    if position < 0:
-        return
-    names = data.identities(position)
-    (folder / "broken.json").write_text(json.dumps({"position": position, "documents": names}, indent=1) + "\n")
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    raise TrainingError(
-        f"step {int(state.step)}: the loss or gradient of batch {position} is not finite (documents {shown}; all in "
-        f"{folder / 'broken.json'}); try a lower --config.peak_lr or --config.clip, --config.dtype=float32, or look at "
-        "these rows"
-    )
-
-
 def _mean(metrics: list[Metrics]) -> dict[str, float]:
     fetched = jax.device_get(metrics)
     return {name: float(np.mean([getattr(m, name) for m in fetched])) for name in Metrics._fields}
-
-
-@contextlib.contextmanager
-def _stop_signal() -> Iterator[Callable[[], bool]]:
-    """Turns SIGTERM into a question that the loop asks after every step."""
-    came = []
-    try:
-        old = signal.signal(signal.SIGTERM, lambda *_: came.append(True))
-    except ValueError:  # not the main thread: whoever runs us handles signals
-        yield lambda: False
-        return
-    try:
-        yield lambda: bool(came)
-    finally:
-        signal.signal(signal.SIGTERM, old)

@@ -19,18 +19,19 @@ POOL = "code_prompts", "code_per_package", "chat_prompts"
 OWN = "own_prompts", "own_temperature"
 ASKED = "max_prompts", "max_prompt_tokens", "thinking"
 
+# The same numbers but for rounding: another machine may need other ones.
+ROUNDING = frozenset(("features", "feature_batch", "loss_chunk", "accumulate", "model_parallel", "attention", "remat"))
+WATCHING = frozenset(("max_minutes", "log_every", "save_every"))  # when a run looks up and stops
+
 # Settings that a run may change between two commands; any other one, also a future one, belongs to the recipe.
-FREE = frozenset(
-    (
-        *("max_minutes", "until", "resume_step", "export"),
-        *("log_every", "eval_every", "save_every", "decode_prompts", "decode_limit", "decode_budget"),
-        # The same numbers but for rounding: another machine may need other ones.
-        *("features", "feature_batch", "loss_chunk", "accumulate", "model_parallel", "attention", "remat"),
-        "scale_sequences",  # the scale is made once
-        # Compared by what came of them: fingerprint, dtype, steps, taps, digest of the data.
-        *("target", "dtype", "epochs", "taps", "data", "prompt_sets", *POOL, *OWN, "max_prompts", "max_prompt_tokens"),
-        *("max_new_tokens", "samples", "temperature", "answer_batch", "save_batches", "answer_head", "answer_budget"),
-    )
+FREE = (
+    ROUNDING
+    | WATCHING
+    | {"until", "resume_step", "export", "license", "eval_every", "decode_prompts", "decode_limit", "decode_budget"}
+    | {"scale_sequences"}  # the scale is made once
+    # Compared by what came of them: fingerprint, dtype, steps, taps, digest of the data.
+    | {"target", "dtype", "epochs", "taps", "data", "prompt_sets", "max_prompts", "max_prompt_tokens", *POOL, *OWN}
+    | {"max_new_tokens", "samples", "temperature", "answer_batch", "save_batches", "answer_head", "answer_budget"}
 )
 
 
@@ -56,20 +57,26 @@ def prompts(config: Settings) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
-def write(path: Path, values: dict[str, Any]) -> None:
-    """Writes the values; a reader never sees half of them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_json(path, values)
+def sign(path: Path, values: dict[str, Any], fix: str, begun: bool, prefix: str = "--config.") -> bool:
+    """Writes what an output is made with, or compares it with what the output that is there was made with.
 
+    Args:
+      path: of the manifest.
+      values: keys and plain values; one that the manifest's version of the package did not know is passed over.
+      fix: the end of the line that refuses.
+      begun: whether there is any output; without, what an earlier command meant to do does not count.
+      prefix: what stands before a key that is a setting.
 
-def check(path: Path, values: dict[str, Any], fix: str) -> bool:
-    """Whether there is a manifest to compare with; a key that its version of the package did not know is passed over.
-
-    fix: the end of the line that refuses.
+    Returns:
+      False where there is an output and nothing says what it was made with.
 
     Raises:
-      ConfigError: a value differs; the first one is named.
+      ConfigError: a value differs, the first one is named; or the manifest cannot be read.
     """
+    if not begun:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_json(path, values)
+        return True
     if not path.exists():
         return False
     try:
@@ -80,14 +87,14 @@ def check(path: Path, values: dict[str, Any], fix: str) -> bool:
         raise ConfigError(f"{path}: no readable manifest ({error}); {fix}") from None
     for key, value in json.loads(json.dumps(values)).items():
         if found.get(key, value) != value:
-            name = f"--config.{key}" if key in KINDS else key
-            old = found[key]
-            raise ConfigError(f"{name}={_shown(value)}: {path.parent} was made with {_shown(old)}; {fix}")
+            name = f"{prefix}{key}" if key in KINDS else key
+            raise ConfigError(f"{name}={_shown(value)}: {path.parent} was made with {_shown(found[key])}; {fix}")
     return True
 
 
 def _shown(value: Any) -> str:
     """As the command line takes it."""
     if isinstance(value, list):
-        return ",".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value) or "''"
+        value = ",".join(map(str, value))
+    text = str(value).lower() if isinstance(value, bool) else str(value) or "''"
+    return text if len(text) <= 80 else f"{text[:80]}..."

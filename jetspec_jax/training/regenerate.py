@@ -2,11 +2,11 @@
 
     python -m jetspec_jax.training.regenerate --prompts rows.jsonl --out DIR [--target T] [--head H] [--nothinking]
 
-A head trained on anybody else's text drafts that text; the published ablation puts it far behind. Prompts are sorted by
-length and decoded in batches, speculatively where a head is given (the same answers sooner, in 16 bits but for ties),
-and saved every few batches; the same command again goes on behind what is saved. When all are there, DIR/answers.jsonl
-holds a conversation a row, with `finish_reason` "length" where the limit cut an answer, and the counts are printed as
-JSON: input = answered + errors + skipped.
+A head trained on anybody else's text drafts that text; the published ablation shows it far weaker. Prompts are sorted
+by length and decoded in batches, speculatively where a head is given (the same answers sooner, in 16 bits but for
+ties), and saved every few batches; the same command again goes on after what is saved. When all are there,
+DIR/answers.jsonl holds a conversation a row, with `finish_reason` "length" where the limit cut an answer, and the
+counts are printed as JSON: input = answered + errors + skipped.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from jetspec_jax.files import demo, load, pair
 from jetspec_jax.loop.decoder import NONFINITE, STOP
 from jetspec_jax.loop.sampling import Sampling
 from jetspec_jax.options import Option
-from jetspec_jax.training import files
+from jetspec_jax.training import files, manifest
 from jetspec_jax.training.data import answers as store
-from jetspec_jax.training.data import examples, rows
+from jetspec_jax.training.data import rows, turns
 from jetspec_jax.training.data.answers import Answers
 
 PROMPT_STEP = 128  # padded prompt widths are multiples of this: one prefill program each
@@ -74,12 +74,12 @@ def ask(target, source, longest: int, thinking: bool | None, limit: int = 0) -> 
             break
         try:
             if row.identity in known:
-                raise examples.Unusable("the id of an earlier row")
-            messages = examples.question(row.value)
+                raise turns.Unusable("the id of an earlier row")
+            messages = turns.question(row.value)
             ids = target.tokenizer.encode_chat(messages, thinking)
             if len(ids) > longest:
-                raise examples.Unusable(f"a prompt of more than {longest} tokens")
-        except (examples.Unusable, ConfigError) as reason:
+                raise turns.Unusable(f"a prompt of more than {longest} tokens")
+        except (turns.Unusable, ConfigError) as reason:
             found.skipped[str(reason)] += 1
             continue
         known.add(row.identity)
@@ -89,6 +89,12 @@ def ask(target, source, longest: int, thinking: bool | None, limit: int = 0) -> 
     if not found.ids:
         raise ConfigError(f"prompts: none of {found.total} rows can be asked ({dict(found.skipped)})")
     return found
+
+
+@functools.lru_cache(8)
+def _program(function: Callable, decoder: speculate.Decoder, *donate: int) -> Callable:
+    """A program of the decode loop, the same one for equal decoders; the one place here that compiles."""
+    return jax.jit(functools.partial(function, decoder), donate_argnums=donate)
 
 
 class Answerer:
@@ -101,8 +107,8 @@ class Answerer:
         decoder = speculate.Decoder(target.model, draft, self.budget, capacity)
         self._params = {"target": target.params, "draft": head.params if head else None}
         # Prefill and rounds as two programs; one capacity, so that all batches share the second.
-        self._prefill = jax.jit(functools.partial(speculate.prefill, decoder))
-        self._rounds = jax.jit(functools.partial(speculate.rounds, decoder), donate_argnums=1)
+        self._prefill = _program(speculate.prefill, decoder)
+        self._rounds = _program(speculate.rounds, decoder, 1)
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], seeds: np.ndarray, max_new: int, temperature: float
@@ -168,16 +174,15 @@ def regenerate(
     ]
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps([list(map(int, p)) for p in prompts]).encode()
-    _sign(
-        folder / MANIFEST,
-        {
-            "target_fingerprint": target.fingerprint,
-            "prompts": hashlib.sha256(text).hexdigest()[:16],
-            "batch": batch,
-            "max_new": max_new,
-            "temperature": temperature if samples else 0.0,
-        },
-    )
+    made = {
+        "target_fingerprint": target.fingerprint,
+        "prompts": hashlib.sha256(text).hexdigest()[:16],
+        "batch": batch,
+        "max_new": max_new,
+        "temperature": temperature if samples else 0.0,
+    }
+    if not manifest.sign(folder / MANIFEST, made, "remove the folder", any(folder.glob("part-*.npz"))):
+        raise ConfigError(f"{folder}: its answers come from another version of this package; remove the folder")
     done = _finished(store.read(folder), jobs, folder)
     if done == len(jobs):
         return True
@@ -230,22 +235,6 @@ def counts(prompts: Prompts, known: Answers) -> dict[str, Any]:
     }
 
 
-def _sign(path: Path, plan: dict[str, Any]) -> None:
-    """Writes what the answers are made of, or compares it with what is there."""
-    if path.exists():
-        try:
-            found = dict(json.loads(path.read_text()))
-        except (ValueError, TypeError):
-            found = {}
-        differs = [key for key, value in plan.items() if found.get(key) != value]
-        if differs:
-            raise ConfigError(f"{path.parent}: its answers differ in {', '.join(differs)}; remove the folder")
-        return
-    if any(path.parent.glob("part-*.npz")):
-        raise ConfigError(f"{path.parent}: its answers come from another version of this package; remove the folder")
-    files.write_json(path, plan)
-
-
 def _finished(known: Answers, jobs, folder: Path) -> int:
     """Number of jobs whose answers are in the folder; they must be the first ones, row for row."""
     if not len(known.prompt):
@@ -259,11 +248,14 @@ def _finished(known: Answers, jobs, folder: Path) -> int:
     return int(np.searchsorted(ends, len(known.prompt))) + 1
 
 
-def write_rows(path: Path, target, prompts: Prompts, known: Answers) -> None:
-    """The answers as conversations, one JSON object a line, in the order of the prompts; failed ones are left out."""
+def write_rows(path: Path, target, prompts: Prompts, known: Answers, drop_truncated: bool = False) -> None:
+    """Writes the answers as conversations, one JSON object a line, in the order of the prompts.
+
+    Failed ones are left out; drop_truncated leaves out those that the limit cut as well.
+    """
     lines, offset = [], known.offset
     for i in np.lexsort((known.sample, known.prompt)):
-        if known.failed[i]:
+        if known.failed[i] or (drop_truncated and not known.ended[i]):
             continue
         begin = offset[i]
         ids = known.tokens[begin + known.prompt_length[i] : begin + known.length[i]]
@@ -301,6 +293,7 @@ LINE = command.Line(
         dataclasses.replace(command.BATCH, default=64),
         Option("save_batches", "whole", "Batches in one file of answers.", 1, low=1),
         Option("limit", "whole", "Rows that are read.", 0, off="0 is all"),
+        Option("drop_truncated", "flag", "Leave out answers that the limit cut.", False),
     ],
 )
 
@@ -329,6 +322,6 @@ def main(argv: Sequence[str]) -> int:
         log=lambda line: print(line, file=sys.stderr, flush=True),
     )
     known = store.read(out)
-    write_rows(out / "answers.jsonl", target, prompts, known)
+    write_rows(out / "answers.jsonl", target, prompts, known, args.drop_truncated)
     print(json.dumps(counts(prompts, known)))
     return 0

@@ -23,13 +23,18 @@ STAGES = ("pool", "answers", "export")
 WHOLE = math.inf  # no upper limit
 
 
-def _number(default, low, high=WHOLE, above: bool = False):
+def _key(default: Any, help: str, **limits: Any) -> Any:
+    """A field with its meaning, and what is valid."""
+    return dataclasses.field(default=default, metadata={"help": help, **limits})
+
+
+def _number(default: float, help: str, low: float, high: float = WHOLE, above: bool = False) -> Any:
     """A field with a range; above: the lower end itself is not valid."""
-    return dataclasses.field(default=default, metadata={"low": low, "high": high, "above": above})
+    return _key(default, help, low=low, high=high, above=above)
 
 
-def _one_of(default: str, *choices: str):
-    return dataclasses.field(default=default, metadata={"choices": choices})
+def _one_of(default: str, help: str, *choices: str) -> Any:
+    return _key(default, help, choices=choices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,98 +42,104 @@ class Settings:
     """One training run; a wrong value raises ConfigError with the key, the value and what is valid."""
 
     # ---- the run
-    seed: int = _number(0, 0, 2**32 - 1)
-    max_minutes: float = _number(0.0, 0)  # of this command; saves and stops then, the same command goes on; 0: none
-    until: str = _one_of("export", *STAGES)  # last stage to run
+    seed: int = _number(0, "of everything that is drawn", 0, 2**32 - 1)
+    max_minutes: float = _number(0.0, "of this command; saves and stops then, the same command goes on; 0: none", 0)
+    until: str = _one_of("export", "last stage to run", *STAGES)
 
     # ---- target
-    target: str = ""  # folder, GGUF file or hub id; "" is the demo's target
-    dtype: str = _one_of("", "", "float32", "bfloat16", "float16")  # "" is the target's default
-    thinking: str = _one_of("default", "default", "on", "off")  # switch of the chat template
+    target: str = _key("", "folder, GGUF file or hub id; '' is the demo's target")
+    dtype: str = _one_of("", "'' is the target's default", "", "float32", "bfloat16", "float16")
+    thinking: str = _one_of("default", "switch of the chat template", "default", "on", "off")
 
     # ---- prompts
-    data: str = ""  # rows: .jsonl, .parquet, a folder of them, or a Hugging Face dataset on disk
-    prompt_sets: str = ""  # folder of prompt sets: own prompts keep off its benchmarks; the pool, where data is empty
-    code_prompts: int = _number(11_000, 0)  # of that pool
-    code_per_package: int = _number(600, 1)
-    chat_prompts: int = _number(2_500, 0)
-    own_prompts: int = _number(0, 0)  # user turns that the target writes itself, beside the pool's
-    own_temperature: float = _number(1.0, 0, 10, above=True)
-    max_prompts: int = _number(0, 0)  # the first rows, own_prompts on top; 0 is all
+    data: str = _key("", "rows: .jsonl, .parquet, a folder of them, or a Hugging Face dataset on disk")
+    prompt_sets: str = _key("", "folder of prompt sets: the pool where data is empty, and benchmarks to keep off")
+    code_prompts: int = _number(11_000, "its prompts that ask for a function", 0)
+    code_per_package: int = _number(600, "functions of one package in it", 1)
+    chat_prompts: int = _number(2_500, "chat prompts in it", 0)
+    own_prompts: int = _number(0, "user turns that the target writes itself, beside the pool's", 0)
+    own_temperature: float = _number(1.0, "at which it writes them", 0, 10, above=True)
+    max_prompts: int = _number(0, "takes the first rows, own_prompts on top; 0 is all", 0)
 
     # ---- answers
-    answers: str = _one_of("target", "target", "corpus")  # the target answers the prompts, or the rows' own answers
-    max_prompt_tokens: int = _number(256, 1)  # longer prompts are not answered; corpus rows: see sequence_length
-    max_new_tokens: int = _number(256, 2)  # of the target's answers
-    samples: int = _number(0, 0)  # sampled answers a prompt, beside the greedy one
-    temperature: float = _number(0.8, 0, 10, above=True)  # of those
-    answer_batch: int = _number(256, 1)
-    save_batches: int = _number(8, 1)  # batches in one file of answers
-    answer_head: str = ""  # a head that speeds the answers up; "" decodes plainly
-    answer_budget: int = _number(32, 1, 1024)  # tree nodes with that head
-    trim_loops: bool = False  # cut answers that end by repeating themselves
+    answers: str = _one_of("target", "learn what the target answers, or the rows' own answers", "target", "corpus")
+    max_prompt_tokens: int = _number(256, "of a prompt that is answered; corpus rows: see sequence_length", 1)
+    max_new_tokens: int = _number(256, "tokens of an answer of the target", 2)
+    samples: int = _number(0, "sampled answers a prompt, beside the greedy one", 0)
+    temperature: float = _number(0.8, "of the sampled answers", 0, 10, above=True)
+    answer_batch: int = _number(256, "prompts answered together", 1)
+    save_batches: int = _number(8, "batches in one file of answers", 1)
+    answer_head: str = _key("", "a head that speeds the answers up; '' decodes plainly")
+    answer_budget: int = _number(32, "tree nodes with that head", 1, 1024)
+    trim_loops: bool = _key(False, "cut answers that end by repeating themselves")
+    drop_truncated: bool = _key(False, "leave out answers that max_new_tokens cut, rows that sequence_length would cut")
     text_loss: str = _one_of(
-        "all", "all", "assistant"
-    )  # of plain text: all of it, or what the template's marks enclose
+        "all", "learn all of a plain text, or what the template's marks enclose", "all", "assistant"
+    )
 
     # ---- sequences
-    sequence_length: int = _number(512, 8)
-    heldout: int = _number(64, 0)  # prompts never trained on
+    sequence_length: int = _number(512, "tokens of a packed sequence", 8)
+    heldout: int = _number(64, "prompts never trained on; at most a tenth of all", 0)
 
     # ---- features
-    features: str = _one_of("online", "online", "disk", "memory")  # target in every step; once to files; once to device
-    feature_batch: int = _number(16, 1)  # sequences a forward of the target, where it is run once
-    scale_sequences: int = _number(64, 1)  # from which the channels' scale is taken
+    features: str = _one_of(
+        "online", "of the target: in every step, or once to files or the devices", "online", "disk", "memory"
+    )
+    feature_batch: int = _number(16, "sequences at a time, where features are made once", 1)
+    scale_sequences: int = _number(64, "sequences from which the channels' scale is taken", 1)
 
     # ---- head; every size that is not here is the target's
-    family: str = ""  # of the head; "" is jetspec, or dflash where causal is false
-    head_layers: int = _number(5, 1, 100)
-    taps: int = _number(5, 1, 100)  # tapped layers, spread by the published formula
-    tap_layers: tuple[int, ...] = ()  # or exactly these, 0-based
-    block_size: int = _number(16, 2, 1024)
-    mask_token_id: int = -1  # an embedding row that no text uses; there is no default
-    causal: bool = True
-    init_head: str = ""  # a head to go on from, instead of random parameters
+    family: str = _key("", "of the head; '' is jetspec, or dflash where causal is false")
+    head_layers: int = _number(5, "layers of the head", 1, 100)
+    taps: int = _number(5, "tapped layers, spread by the published formula", 1, 100)
+    tap_layers: tuple[int, ...] = _key((), "or exactly these, 0-based")
+    block_size: int = _number(16, "slots of a block, its anchor included", 2, 1024)
+    mask_token_id: int = _key(-1, "an embedding row that no text uses; there is no default")
+    causal: bool = _key(True, "a slot sees those before it; false: the whole block (DFlash)")
+    init_head: str = _key("", "a head to go on from, instead of random parameters")
 
     # ---- objective
-    anchors: int = _number(256, 1)  # blocks a sequence
-    gamma: float = _number(0.0, 0)  # depth weight exp(-(k - 1) / gamma); 0 is uniform
-    forward_kl: float = _number(1.0, 0)  # shares of the mix
-    reverse_kl: float = _number(0.0, 0)
-    cross_entropy: float = _number(0.0, 0)
-    loss_temperature: float = _number(1.0, 0, 100, above=True)
-    loss_chunk: int = _number(4096, 1)  # rows whose f32 logits exist at a time
+    anchors: int = _number(256, "blocks a sequence", 1)
+    gamma: float = _number(0.0, "depth weight exp(-(k - 1) / gamma); 0 is uniform", 0)
+    forward_kl: float = _number(1.0, "share of the mix of losses", 0)
+    reverse_kl: float = _number(0.0, "share of the mix", 0)
+    cross_entropy: float = _number(0.0, "share of the mix", 0)
+    loss_temperature: float = _number(1.0, "of the two divergences", 0, 100, above=True)
+    loss_chunk: int = _number(4096, "rows whose f32 logits exist at a time", 1)
 
     # ---- optimiser
-    steps: int = _number(0, 0)  # updates; 0: as many as `epochs` asks for
-    epochs: float = _number(0.0, 0)
-    batch: int = _number(8, 1)  # sequences an update, of all devices
-    accumulate: int = _number(1, 1)  # parts of the batch, one after the other
-    peak_lr: float = _number(3e-4, 0, 1, above=True)
-    warmup: float = _number(0.04, 0, 1)  # share of the steps
-    final_lr: float = _number(0.1, 0, 1)  # share of the peak, at the end of the cosine
-    beta1: float = _number(0.9, 0, 0.9999)
-    beta2: float = _number(0.95, 0, 0.99999)
-    weight_decay: float = _number(0.0, 0, 1)
-    clip: float = _number(1.0, 0, above=True)  # of the gradient's global norm
+    steps: int = _number(0, "updates; 0: as many as `epochs` asks for", 0)
+    epochs: float = _number(0.0, "passes over the data, where steps is 0", 0)
+    batch: int = _number(8, "sequences an update, of all devices", 1)
+    accumulate: int = _number(1, "parts of the batch, one after the other", 1)
+    peak_lr: float = _number(3e-4, "learning rate after the warm-up", 0, 1, above=True)
+    warmup: float = _number(0.04, "share of the steps", 0, 1)
+    final_lr: float = _number(0.1, "share of the peak, at the end of the cosine", 0, 1)
+    beta1: float = _number(0.9, "of AdamW", 0, 0.9999)
+    beta2: float = _number(0.95, "of AdamW", 0, 0.99999)
+    weight_decay: float = _number(0.0, "of matrices", 0, 1)
+    clip: float = _number(1.0, "most of the gradient's global norm", 0, above=True)
 
     # ---- devices
-    model_parallel: int = _number(1, 1)  # devices that share one copy of the target; the others are data parallel
-    attention: str = _one_of("auto", "auto", "xla", "cudnn")
-    remat: bool = True  # recompute a layer of the head in the backward pass instead of keeping what is inside it
+    model_parallel: int = _number(1, "devices that share one copy of the target", 1)
+    attention: str = _one_of("auto", "auto is cudnn on an NVIDIA GPU in 16 bits", "auto", "xla", "cudnn")
+    remat: bool = _key(True, "compute layers again in the backward pass instead of keeping what is in them")
 
     # ---- figures
-    log_every: int = _number(50, 1)
-    eval_every: int = _number(500, 1)
-    save_every: int = _number(1_000, 1)
-    eval_sequences: int = _number(16, 0)  # held-out sequences of the tree evaluation
-    eval_budgets: tuple[int, ...] = (16, 32, 64, 128, 256)  # tree nodes, root included; "best" is by the middle one
-    eval_width: int = _number(64, 1, 1024)
-    decode_prompts: str = ""  # prompt file that the finished head decodes for real
-    decode_limit: int = _number(32, 1)
-    decode_budget: int = _number(64, 1, 1024)
-    resume_step: int = _number(0, 0)  # checkpoint to go on from; 0 is the newest that is whole
-    export: str = _one_of("best", "best", "last")  # by acceptance length on the held-out rows
+    log_every: int = _number(50, "steps between two records", 1)
+    eval_every: int = _number(500, "steps between two evaluations", 1)
+    save_every: int = _number(1_000, "steps between two checkpoints", 1)
+    eval_sequences: int = _number(16, "held-out sequences of the tree evaluation", 0)
+    eval_budgets: tuple[int, ...] = _key(
+        (16, 32, 64, 128, 256), "tree nodes, root included; the middle one decides what is best"
+    )
+    eval_width: int = _number(64, "candidates a depth of their trees", 1, 1024)
+    decode_prompts: str = _key("", "prompt file that the finished head decodes for real")
+    decode_limit: int = _number(32, "prompts of that file", 1)
+    decode_budget: int = _number(64, "tree nodes of that decoding", 1, 1024)
+    resume_step: int = _number(0, "checkpoint to go on from; 0 is the newest that is whole", 0)
+    export: str = _one_of("best", "the step with the best held-out acceptance length, or the last", "best", "last")
+    license: str = _key("", "of the exported head, as its model card names it, e.g. apache-2.0")
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

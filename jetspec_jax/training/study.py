@@ -37,9 +37,9 @@ from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
 from jetspec_jax.files import demo, load, pair
 from jetspec_jax.options import Option
-from jetspec_jax.training import files, options, pipeline, regenerate, settings
+from jetspec_jax.training import files, manifest, options, pipeline, regenerate, settings
 from jetspec_jax.training.data import answers as answer_store
-from jetspec_jax.training.data import examples, rows
+from jetspec_jax.training.data import examples, rows, turns
 from jetspec_jax.training.settings import Settings
 
 Log = Callable[[str], None]
@@ -60,8 +60,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 BUDGETS = (16, 64, 256)
 # Settings that may change between two commands: they move no figure but by rounding, and a full device may need others.
-FREE = ("max_minutes", "log_every", "save_every", "features", "feature_batch", "loss_chunk", "accumulate",
-        "model_parallel", "attention", "remat")  # fmt: skip
+FREE = manifest.ROUNDING | manifest.WATCHING
 
 
 def run(
@@ -85,7 +84,10 @@ def run(
     shared.mkdir(parents=True, exist_ok=True)
     data, corpus = shared / "rows.jsonl", shared / "corpus.jsonl"
     target = load.load_target(base.target or demo.fetch_target(), base.dtype or None)
-    _sign(workdir, _plan(base, prompts, limit, target.fingerprint))
+    begun = data.exists() or any(workdir.glob("variant-*"))
+    plan, fix = _plan(base, prompts, limit, target.fingerprint), "use a new --workdir"
+    if not manifest.sign(workdir / "study.json", plan, fix, begun, "--"):
+        raise ConfigError(f"--workdir={workdir}: its study does not say its settings; {fix}")
     if not data.exists():
         _select(target, base, data)
     del target  # the stages load their own
@@ -97,7 +99,7 @@ def run(
         answering = dataclasses.replace(base, until="answers", max_minutes=left())
         if not pipeline.run(answering, shared, log):
             return False
-        _learnt(data, shared / "answers", base.trim_loops, corpus)
+        _learnt(data, shared / "answers", base, corpus)
     for number, (name, (change, _)) in enumerate(VARIANTS.items()):
         if numbers and number not in numbers:
             continue
@@ -136,28 +138,8 @@ def _plan(config: Settings, prompts: list[Path], limit: int, fingerprint: str) -
     made = {"steps": config.steps} | {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE}
     made |= {"target": fingerprint, "data": _digest("\n".join(lines)), "limit": limit, "budgets": BUDGETS}
     made |= {"variants": _digest(json.dumps(VARIANTS))}
-    made |= {f"prompts {path.stem}": _digest(path.read_text(encoding="utf-8", errors="replace")) for path in prompts}
-    return json.loads(json.dumps(made))
-
-
-def _sign(workdir: Path, plan: dict[str, Any]) -> None:
-    """Writes the plan of the study, or compares it with the one that is there."""
-    path = workdir / "study.json"
-    if not path.exists():
-        if any(workdir.glob("variant-*")):
-            raise ConfigError(f"--workdir={workdir}: its study does not say its settings; use a new --workdir")
-        files.write_json(path, plan)
-        return
-    try:
-        found = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError):
-        raise ConfigError(f"{path}: damaged; use a new --workdir") from None
-    for key in plan | found:
-        old, new = found.get(key, "nothing"), plan.get(key, "nothing")
-        if old != new:
-            raise ConfigError(
-                f"--workdir={workdir}: its study has {key}={old}, this command {key}={new}; use a new --workdir"
-            )
+    read = {path.stem: _digest(path.read_text(encoding="utf-8", errors="replace")) for path in prompts}
+    return made | {"prompts": [f"{name}:{digest}" for name, digest in read.items()]}
 
 
 def _select(target, config: Settings, out: Path) -> None:
@@ -165,8 +147,8 @@ def _select(target, config: Settings, out: Path) -> None:
     given: dict[str, rows.Row] = {}
     for row in rows.read(config.data):
         try:
-            said = [turn["role"] for turn in examples.conversation(row.value)]
-        except examples.Unusable:
+            said = [turn["role"] for turn in turns.conversation(row.value)]
+        except turns.Unusable:
             continue
         if said[-1] == "assistant" and said.count("assistant") == 1:
             given.setdefault(row.identity, row)
@@ -188,11 +170,12 @@ def _select(target, config: Settings, out: Path) -> None:
     _write(out, kept[: config.max_prompts or None])
 
 
-def _learnt(data: Path, answers: Path, trim_loops: bool, out: Path) -> None:
+def _learnt(data: Path, answers: Path, config: Settings, out: Path) -> None:
     """Writes the rows whose prompts the other variants learn too: those with an answer of the target to learn from."""
     asked = list(rows.read(data))
     known = answer_store.read(answers)
-    kept = {e.identity for e in answer_store.learnable(known, [row.identity for row in asked], trim_loops)[0]}
+    learnable = answer_store.learnable(known, [row.identity for row in asked], config.trim_loops, config.drop_truncated)
+    kept = {e.identity for e in learnable[0]}
     _write(out, [row for row in asked if row.identity in kept])
 
 

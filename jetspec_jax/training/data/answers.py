@@ -19,7 +19,7 @@ from jetspec_jax.training.data.examples import Example
 LONGEST_PERIOD = 48  # tokens; repetitions of longer pieces are left alone
 KEPT_PERIODS = 2  # of a loop: enough to learn that it repeats
 SHORTEST_LOOP = 24  # tokens that a repetition must cover to count as a loop
-SAMPLE = "#sample"  # and a number, behind the identity of a prompt: a sampled answer to it
+SAMPLE = "#sample"  # and a number, after the identity of a prompt: a sampled answer to it
 
 
 class Answers(NamedTuple):
@@ -72,9 +72,7 @@ def read(folder: Path) -> Answers:
                 parts.append(Answers(**stored))
         except Exception as error:  # whatever a damaged file provokes
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise ConfigError(
-                f"{path}: not a whole file of answers ({reason}); remove it and those behind it"
-            ) from None
+            raise ConfigError(f"{path}: not a whole file of answers ({reason}); remove it and those after it") from None
     return concatenate(parts)
 
 
@@ -83,19 +81,29 @@ def concatenate(parts: list[Answers]) -> Answers:
     return Answers(*(np.concatenate(field) for field in zip(*parts, strict=True)))
 
 
-def learnable(known: Answers, identities: list[str], trim_loops: bool) -> tuple[list[Example], Counter[str]]:
-    """Answers with at least one anchor and its successor as examples, and the others counted by reason."""
+def learnable(
+    known: Answers, identities: list[str], trim_loops: bool, drop_truncated: bool = False
+) -> tuple[list[Example], Counter[str]]:
+    """Returns answers with at least one anchor and its successor as examples, and the others counted by reason.
+
+    trim_loops: cut those that end by repeating themselves. drop_truncated: leave out those that the limit cut.
+    """
+    whole = known.ended
     if trim_loops:
         known = without_loops(known)
     kept: list[Example] = []
     dropped: Counter[str] = Counter()
     for i, row in enumerate(known.rows()):
         begin = known.prompt_length[i]
-        if known.failed[i] or row.size - begin < 2:
-            dropped["logits that are not finite" if known.failed[i] else "an answer of one token"] += 1
-            continue
-        name = identities[known.prompt[i]] + (f"{SAMPLE}{known.sample[i]}" if known.sample[i] else "")
-        kept.append(Example(name, row.astype(np.int32), np.arange(row.size) >= begin))
+        if known.failed[i]:
+            dropped["logits that are not finite"] += 1
+        elif drop_truncated and not whole[i]:
+            dropped["cut at the limit"] += 1
+        elif row.size - begin < 2:
+            dropped["an answer of one token"] += 1
+        else:
+            name = identities[known.prompt[i]] + (f"{SAMPLE}{known.sample[i]}" if known.sample[i] else "")
+            kept.append(Example(name, row.astype(np.int32), np.arange(row.size) >= begin))
     return kept, dropped
 
 

@@ -1,30 +1,28 @@
 """Rows as token ids with the positions that are learnt from, and why a row gives none.
 
 Three kinds of rows: {"messages": [{"role", "content"}, ...]}, {"prompt", "response"} and {"text"}. Conversations go
-through the target's chat template, and only what the assistant says is learnt from: its text and the end token behind
-it. An assistant's text is tokenised apart from what stands before it, because that is how it is generated.
+through the target's chat template, and only what the assistant says is learnt from: its text and the end token after
+it (`turns`). An assistant's text is tokenised apart from what stands before it, because that is how it is generated.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
+import functools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from jetspec_jax.config import ConfigError
 from jetspec_jax.files.tokenizer import Tokenizer
+from jetspec_jax.training.data import turns
 from jetspec_jax.training.data.rows import Row
+from jetspec_jax.training.data.turns import Piece, Unusable
 
-Messages = list[dict[str, str]]
-
-
-class Unusable(Exception):
-    """A row gives nothing to learn from; the text is the reason under which it is counted."""
+Message = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +69,17 @@ def build(
     longest: int,
     thinking: bool | None,
     text: str,
+    drop_truncated: bool = False,
 ) -> tuple[list[Example], Report]:
-    """Examples of at most `longest` tokens; a longer row is cut, and dropped where nothing learnt is left.
+    """Returns examples of at most `longest` tokens; a longer row is cut, and dropped where nothing learnt is left.
 
-    text: "all" learns all of a {"text"} row; "assistant" only what lies between the template's marks.
+    Args:
+      rows: of a data set.
+      tokenizer: of the target, with its end tokens `eos`.
+      longest: tokens of an example.
+      thinking: switch of the chat template.
+      text: "all" learns all of a {"text"} row; "assistant" only what lies between the template's marks.
+      drop_truncated: leave out a row that would be cut.
 
     Raises:
       ConfigError: no row gives anything to learn from; the line shows one.
@@ -91,7 +96,7 @@ def build(
                 few = learnt.any()
                 raise Unusable("an answer of one token" if few else "no supervised token")
             if not learnable(learnt[:longest]):
-                raise Unusable("the answer begins behind the sequence length")
+                raise Unusable("the answer begins after the sequence length")
         except Unusable as reason:
             report.drop(str(reason), row)
             continue
@@ -112,57 +117,6 @@ def _counts(report: Report) -> str:
     return ", ".join(f"{n} {why}" for why, n in report.dropped.most_common())
 
 
-def conversation(value: Any) -> Messages:
-    """The messages of a {"messages"} or {"prompt", "response"} row, checked.
-
-    Raises:
-      Unusable: they are no conversation that a template could show.
-    """
-    if not isinstance(value, dict):
-        raise Unusable("not a JSON object")
-    messages = value.get("messages")
-    if messages is None and value.get("prompt") is not None:
-        pair = (("user", value["prompt"]), ("assistant", value.get("response")))
-        messages = [{"role": role, "content": text} for role, text in pair if role == "user" or text is not None]
-    if messages is None:
-        raise Unusable("neither messages, prompt and response, nor text")
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise Unusable("messages is no list")
-    if not messages:
-        raise Unusable("no messages")
-    turns: Messages = []
-    for message in messages:
-        if not isinstance(message, dict) or message.get("role") not in ("system", "user", "assistant"):
-            raise Unusable("a role other than system, user and assistant")
-        if not isinstance(message.get("content"), str) or not message["content"].strip():
-            raise Unusable("a message without content")
-        turns.append({"role": message["role"], "content": message["content"]})
-    spoken = [m["role"] for m in turns if m["role"] != "system"]
-    if any(m["role"] == "system" for m in turns[1:]):
-        raise Unusable("a system message behind the first")
-    if not spoken:
-        raise Unusable("a system message alone")
-    if spoken[0] == "assistant":
-        raise Unusable("the assistant speaks first")
-    if any(a == b for a, b in itertools.pairwise(spoken)):
-        raise Unusable("two turns of one speaker in a row")
-    return turns
-
-
-def question(value: Any) -> Messages:
-    """The conversation up to its last user turn: what the target is asked. Raises Unusable."""
-    if _plain(value):
-        raise Unusable("plain text, which asks for no answer")
-    turns = conversation(value)
-    return turns[:-1] if turns[-1]["role"] == "assistant" else turns
-
-
-def _plain(value: Any) -> bool:
-    """Whether a row is text alone. A column that another row of the table needs may be there, and empty."""
-    given = {name for name, content in value.items() if content is not None} if isinstance(value, dict) else set()
-    return "text" in given and not {"messages", "prompt"} & given
-
-
 class _Encoder:
     """Token ids of a row and which of them are learnt."""
 
@@ -173,55 +127,39 @@ class _Encoder:
 
     def __call__(self, value: Any) -> tuple[np.ndarray, np.ndarray]:
         try:
-            return self._join(self._plain(value["text"]) if _plain(value) else self._chat(conversation(value)))
+            return self._join(
+                self._plain(value["text"]) if turns.plain(value) else self._chat(turns.conversation(value))
+            )
         except ConfigError as error:  # the template or the tokenizer refuses
             raise Unusable(str(error)) from None
 
-    def _join(self, pieces: Iterable[tuple[str, bool]]) -> tuple[np.ndarray, np.ndarray]:
+    def _join(self, pieces: Iterable[Piece]) -> tuple[np.ndarray, np.ndarray]:
         ids: list[int] = []
         learnt: list[bool] = []
-        for text, said in pieces:
-            fresh = self._tokenizer.encode(text) if text else []
-            marks = [said] * len(fresh)
-            if fresh and not said and learnt and learnt[-1] and fresh[0] in self._eos:
-                marks[0] = True  # the target ends its own turn
+        for piece in pieces:
+            fresh = self._tokenizer.encode(piece.text) if piece.text else []
+            marks = [piece.said] * len(fresh)
+            closing = self._tokenizer.encode(piece.closing) if piece.closing and learnt and learnt[-1] else []
+            # The target ends its own turn: it writes everything up to its end token.
+            end = next((i for i, token in enumerate(fresh[: len(closing)]) if token in self._eos), -1)
+            marks[: end + 1] = [True] * (end + 1)
             ids += fresh
             learnt += marks
         return np.array(ids, np.int32), np.array(learnt, bool)
 
-    def _chat(self, turns: Messages) -> Iterator[tuple[str, bool]]:
-        if turns[-1]["role"] != "assistant":
-            if not any(m["role"] == "assistant" for m in turns):
-                raise Unusable("no assistant turn")
-            turns = turns[:-1]
+    def _chat(self, row: turns.Conversation) -> Iterator[Piece]:
         if not self._tokenizer.has_chat_template:
             raise ConfigError("the target has no chat template for conversations")
-        whole = self._tokenizer.render_chat(turns, self._thinking, answer_follows=False)
-        at = 0
-        for i, message in enumerate(turns):
-            if message["role"] != "assistant":
-                continue
-            opened = self._tokenizer.render_chat(turns[:i], self._thinking)
-            closed = self._tokenizer.render_chat(turns[:i], self._thinking, answer_follows=False)
-            shown = message["content"].split("</think>")[-1].strip()  # templates cut what was thought in earlier turns
-            start = len(opened)
-            if not whole.startswith(opened) or start < at:
-                # A template that writes earlier turns otherwise than the last: the text itself says where it stands.
-                start = whole.find(shown, max(at, len(closed) if whole.startswith(closed) else at))
-            search = whole.rfind if i == len(turns) - 1 else whole.find  # what is thought may quote the answer
-            found = search(shown, start) if start >= 0 else -1
-            if found < 0:
-                raise Unusable("an answer that the chat template does not show")
-            yield whole[at:start], False
-            at = found + len(shown)
-            yield whole[start:at], True
-        yield whole[at:], False
+        return turns.pieces(row, functools.partial(self._render, self._thinking))
 
-    def _plain(self, text: Any) -> Iterator[tuple[str, bool]]:
+    def _render(self, thinking: bool | None, messages: list[Message], answer_follows: bool) -> str:
+        return self._tokenizer.render_chat(messages, thinking, answer_follows)
+
+    def _plain(self, text: Any) -> Iterator[Piece]:
         if not isinstance(text, str) or not text.strip():
             raise Unusable("a text without content")
         if self._text == "all":
-            yield text, True
+            yield Piece(text, True)
             return
         begin, end = self.marks()
         at = 0
@@ -229,13 +167,13 @@ class _Encoder:
             start += len(begin)
             stop = text.find(end, start)
             stop = len(text) if stop < 0 else stop
-            yield text[at:start], False
-            yield text[start:stop], True
+            yield Piece(text[at:start], False, end)
+            yield Piece(text[start:stop], True)
             at = stop
-        yield text[at:], False
+        yield Piece(text[at:], False, end)
 
     def marks(self) -> tuple[str, str]:
-        """What the template writes before and behind an assistant's text."""
+        """What the template writes before and after an assistant's text."""
         if not self._tokenizer.has_chat_template:
             raise ConfigError("the target has no chat template, so text_loss=assistant finds nothing")
         ask = [{"role": "user", "content": "U"}]

@@ -1,7 +1,7 @@
 """User turns that the target writes itself: chat prompts where none under a free licence are at hand.
 
 An instruction-tuned model that is given its chat template up to the place where the user speaks goes on as a user. What
-it asks is sampled, and is the kind of thing that it has learnt to answer. In a run these prompts stand behind the rows
+it asks is sampled, and is the kind of thing that it has learnt to answer. In a run these prompts stand after the rows
 and come on top of `max_prompts`, which limits the rows alone; they are compared with the benchmarks in `prompt_sets`,
 where that is given.
 """
@@ -39,7 +39,7 @@ def write(
     temperature: float,
     seed: int,
     batch: int,
-    forbidden: Callable[[str], bool] = lambda text: False,
+    forbidden: Callable[[str], bool] | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     """At most `count` rows {"id", "messages"}, all different; fewer where the target repeats itself.
@@ -56,7 +56,12 @@ def write(
         for ids, how in zip(found, reason, strict=True):
             text = target.tokenizer.decode([int(i) for i in ids[len(start) : -1]]).strip()
             key = " ".join(pool.words(text))
-            if how == STOP and key.count(" ") >= SHORTEST - 1 and key not in known and not forbidden(text):
+            if (
+                how == STOP
+                and key.count(" ") >= SHORTEST - 1
+                and key not in known
+                and not (forbidden and forbidden(text))
+            ):
                 known.add(key)
                 rows.append(formats.message(f"own/{len(rows)}", text))
             if len(rows) == count:

@@ -78,14 +78,16 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    number = 0
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
+    with open(path, "rb") as file:  # bytes: a decoder reads ahead, and would name the wrong line
+        for number, data in enumerate(file, 1):
+            try:
+                line = data.decode("utf-8-sig" if number == 1 else "utf-8")
                 if line.strip():
                     yield number, json.loads(line)
-    except (ValueError, RecursionError) as error:  # neither JSON nor UTF-8
-        raise ConfigError(f"{path}:{number}: not a JSON object in UTF-8 ({error})") from None
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{path}:{number}: not UTF-8 text ({error.reason})") from None
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{path}:{number}: not a JSON object ({error})") from None
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
