@@ -44,6 +44,7 @@ from jetspec_jax.config import MIN_TEMPERATURE, ConfigError, SamplingConfig, Tre
 from jetspec_jax.evals import acceptance
 from jetspec_jax.files import pair
 from jetspec_jax.files import prompts as prompt_files
+from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.loop import decoder
 from jetspec_jax.options import Option
 
@@ -68,6 +69,7 @@ class Divergence:
     f32: dict[str, Any] | None = None  # the re-check in float32, where one was made
 
 
+@narrow
 def watched(
     static: decoder.Decoder, params: dict, state: decoder.State, where: Int[Array, " B"]
 ) -> tuple[decoder.State, Float[Array, "B V"]]:
@@ -89,6 +91,7 @@ def watched(
     return jax.lax.while_loop(lambda carry: ~carry[0].done.all(), body, (state, empty))
 
 
+@narrow
 def audit(
     target,
     head,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jetspec_jax import speculate
 from jetspec_jax.config import SamplingConfig
 from jetspec_jax.engine import requests
+from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.loop import processors, sampling
 
 
@@ -48,6 +49,7 @@ def compare(target, prompt: Sequence[int], plain, result, option: SamplingConfig
     }
 
 
+@narrow
 def first_difference(
     target, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int], option: SamplingConfig
 ) -> Difference | None:
@@ -64,6 +66,7 @@ def first_difference(
     return Difference(at, pick(plain), token, min(margin, float(jnp.finfo(jnp.float32).max)), float(logits.std()))
 
 
+@narrow
 def scores(
     target, prompt: Sequence[int], new: Sequence[int], logits: jax.Array, option: SamplingConfig
 ) -> tuple[jax.Array, jax.Array]:
@@ -87,6 +90,7 @@ def margin_of(raw: jax.Array, noisy: jax.Array, token: int | None) -> float:
     return float(best[0] - best[1])
 
 
+@narrow
 def next_logits(target, rows: Sequence[Sequence[int]]) -> jax.Array:
     """f32 logits [R, V] of the tokens behind each of the rows, from one plain prefill."""
     count, spare = len(rows), (1 << (len(rows) - 1).bit_length()) - len(rows)

@@ -117,7 +117,7 @@ def measure(
     results = speculate.generate(target, head, prompts, TreeConfig(BUDGET), SamplingConfig(new))
     assert isinstance(results, list)  # a list of prompts gives a list
     rounds = sum(r.rounds for r in results)
-    length = sum(sum(r.accept_lengths) for r in results) / max(rounds, 1)
+    length = sum(sum(r.emitted) for r in results) / max(rounds, 1)
     figures = {"acceptance_length": length, "rounds": rounds, "budget": BUDGET}
     findings = []
     found = probe.texts(target, prompts, [r.token_ids for r in results], head.draft.depth)

@@ -285,9 +285,10 @@ class Flight:
     def _result(self, s: State, row: int) -> Result:
         if s.reason[row] == NONFINITE:
             where = f" of prompt {row}" if len(self._ids) > 1 else ""
+            narrow = str(self._target.dtype) == "float16"
             raise DecodeError(
                 f"the target's logits are not finite in {self._target.dtype} at position {s.length[row]}{where}; "
-                "try --dtype float32 or bfloat16"
+                + ("try bfloat16 or float32" if narrow else "its weights are damaged, or hold numbers that overflow")
             )
         ids = s.tokens[row, s.prompt_length[row] : s.length[row]].tolist()
         by_token, by_text, watched = bool(s.reason[row] == STOP), s.reason[row] == TEXT, self.texts[row]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jetspec_jax.config import MIN_TEMPERATURE
+from jetspec_jax.fields import shown
 from jetspec_jax.loop.decoder import Request
 from jetspec_jax.loop.sampling import Bias, Penalties, Sampling
 from jetspec_jax.options import ConfigError, SamplingConfig
@@ -54,7 +55,7 @@ def check(target, ids: Sequence[int], option: SamplingConfig) -> None:
     vocab, limit = target.model.vocab_size, target.config.context_length
     bad = [i for i in ids if not 0 <= i < vocab]
     if bad:
-        raise ConfigError(f"prompt_ids: {bad[0]} is not a token; ids are 0..{vocab - 1}")
+        raise ConfigError(f"prompt: {shown(bad[0])} is not a token; ids are 0..{vocab - 1}")
     if len(ids) > limit:
         raise ConfigError(f"prompt: {len(ids)} tokens, and the target's context is {limit}; shorten the prompt")
     scaling = target.config.rope_scaling
@@ -81,7 +82,7 @@ def check(target, ids: Sequence[int], option: SamplingConfig) -> None:
     for name, tokens in named.items():
         bad = [i for i in tokens if not 0 <= i < vocab]
         if bad:
-            raise ConfigError(f"{name}: {bad[0]} is not a token; ids are 0..{vocab - 1}")
+            raise ConfigError(f"{name}: {shown(bad[0])} is not a token; ids are 0..{vocab - 1}")
 
 
 def request(ids: Sequence[list[int]], options: Sequence[SamplingConfig], budgets: Sequence[int], width: int) -> Request:

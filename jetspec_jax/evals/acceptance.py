@@ -53,26 +53,27 @@ def measure(target, head, prompts: list[list[int]], tree: TreeConfig, sampling: 
 def pooled(results: Sequence[speculate.Result]) -> dict:
     """What the rounds of all results say together, and each result's own length.
 
-    acceptance_length: tokens that a round verified, its bonus token included, over all rounds of all prompts.
-    emitted_per_round: tokens of a round that reached the output, which ends and limits cut.
+    acceptance_length: tokens that a round gave out, its bonus token included, over all rounds of all prompts; ends and
+        limits cut them. interval_95 is its own.
+    verified_per_round: the same before that cut, as the rounds verified them.
     accepted_per_round: drafted tokens that a round verified, without the bonus.
     reached: share of rounds that accepted at least 1, 2, ... drafted tokens; conditional: of those rounds that accepted
         the one before (None where no round did).
     """
     rounds = np.array([r.rounds for r in results])
-    accepted = np.array([sum(r.accept_lengths) for r in results])
+    emitted = np.array([sum(r.emitted) for r in results])
     drafted = np.array([n - 1 for r in results for n in r.accept_lengths])
     count = [int((drafted >= k).sum()) for k in range(max(drafted.max(initial=0), 1) + 1)]
     total = max(int(rounds.sum()), 1)
     draws = np.random.default_rng(0).integers(0, len(results), (2000, len(results)))
-    spread = accepted[draws].sum(1) / np.maximum(rounds[draws].sum(1), 1)
+    spread = emitted[draws].sum(1) / np.maximum(rounds[draws].sum(1), 1)
     return {
         "prompts": len(results),
         "rounds": int(rounds.sum()),
         "new_tokens": sum(r.new_tokens for r in results),
-        "acceptance_length": float(accepted.sum() / total),
+        "acceptance_length": float(emitted.sum() / total),
         "interval_95": [float(x) for x in np.percentile(spread, (2.5, 97.5))],
-        "emitted_per_round": sum(sum(r.emitted) for r in results) / total,
+        "verified_per_round": sum(sum(r.accept_lengths) for r in results) / total,
         "accepted_per_round": float(drafted.sum() / total),
         "reached": [n / total for n in count[1:]],
         "conditional": [n / before if before else None for before, n in itertools.pairwise(count)],
@@ -107,7 +108,7 @@ def read(target, path: str, limit: int, max_prompt_tokens: int, thinking: bool |
     """
     ids = short(prompt_files.encode(target, path, thinking), limit, max_prompt_tokens)
     if not ids:
-        raise ConfigError(f"--max_prompt_tokens={max_prompt_tokens}: no prompt of {path} is that short")
+        raise ConfigError(f"{path}: no prompt of the file is short enough (max_prompt_tokens={max_prompt_tokens})")
     return ids
 
 
@@ -172,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
             print(
                 f"{row['set']:14} budget {row['budget']:4} T {row['temperature']:g} sharpness {row['sharpness']:g}  "
                 f"acceptance length {row['acceptance_length']:.2f} ({low:.2f}-{high:.2f})  accepted drafts "
-                f"{row['accepted_per_round']:.2f}, emitted {row['emitted_per_round']:.2f} a round  "
+                f"{row['accepted_per_round']:.2f}, verified {row['verified_per_round']:.2f} a round  "
                 f"{row['prompts']} prompts, {row['rounds']} rounds  {row.get('plain', '')}",
                 flush=True,
             )

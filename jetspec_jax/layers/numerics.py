@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def narrow(function: Callable[P, R]) -> Callable[P, R]:
+    """Returns the function as it is with JAX_ENABLE_X64 off: every program here is 32-bit, whatever the caller's are.
+
+    With it on, a plain `jnp.arange` or `argmax` is an int64, and does not fit beside the int32 of tokens and positions.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **options: P.kwargs) -> R:
+        with jax.enable_x64(False):
+            return function(*args, **options)
+
+    return run
 
 
 def precision(dtype) -> jax.lax.Precision:

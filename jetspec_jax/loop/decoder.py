@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jetspec_jax.layers import cache as kv_cache
 from jetspec_jax.layers import masks
+from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.loop import processors, sampling
 from jetspec_jax.loop import tree as trees
 from jetspec_jax.loop.contracts import Backend, Draft, Target
@@ -129,6 +130,7 @@ def prefill(decoder: Decoder, params: dict, request: Request) -> State:
     return traced_prefill(decoder, params, request)[0]
 
 
+@narrow
 def traced_prefill(decoder: Decoder, params: dict, request: Request) -> tuple[State, Float[Array, "B V"]]:
     """Prefill, and the f32 logits that chose (or would choose) each row's first token."""
     tokens = request.tokens
@@ -219,6 +221,7 @@ def step(decoder: Decoder, params: dict, state: State) -> State:
     return traced_step(decoder, params, state)[0]
 
 
+@narrow
 def rounds(decoder: Decoder, params: dict, state: State, n: Int[Array, ""]) -> State:
     """At most n rounds (traced), fewer when every row has ended. Donate `state`."""
 
@@ -233,6 +236,7 @@ def rounds(decoder: Decoder, params: dict, state: State, n: Int[Array, ""]) -> S
     return jax.lax.while_loop(running, body, (jnp.int32(0), state))[1]
 
 
+@narrow
 def traced_step(decoder: Decoder, params: dict, state: State) -> tuple[State, Round]:
     """One round, and what it did."""
     target, draft, depth = decoder.target, decoder.draft, decoder.depth
