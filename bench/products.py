@@ -3,7 +3,7 @@
     python bench/products.py --shape qwen3-8b --rows 1 16 32 64 128 256
     python bench/products.py --shape qwen3-8b --rows 128 --tiles
 
-`xla` and `xla [out, in]` are XLA's choice for the two layouts of a weight, `kernel` is ours with the tile that `ops`
+`xla` and `xla [out, in]` are XLA's choice for the two layouts of a weight, `kernel` is ours with the tile that `Hopper`
 would use; `--tiles` tries every other tile as well and prints the best. Copies of a weight are visited in turn, so that
 all come from memory and not from the L2 cache. The floor is the time to read the weight once or to multiply by it,
 whichever is longer; `error` is how far `kernel` is from `xla` (without a GPU the kernel is checked in the interpreter
@@ -12,37 +12,53 @@ and not timed). Prints a table, then one JSON line; exit status 1 where an error
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":  # before the slow imports
+    from jetspec_jax import outcome
+
+    outcome.start("products")
+
 import concurrent.futures
+import dataclasses
 import functools
 import itertools
 import json
-import sys
+from collections.abc import Sequence
 
 import exact
 import jax
 import jax.numpy as jnp
 import shapes
 import timing
+from jetspec_jax.backends.hopper import Hopper
+from jetspec_jax.backends.xla import PLAIN
 
+from jetspec_jax import command
 from jetspec_jax.backends.kernels import gpu_layer
 from jetspec_jax.backends.kernels.gpu_layer import Tile
-from jetspec_jax.backends.ops import XLA, Ops
 from jetspec_jax.layers import rope
 from jetspec_jax.layers.numerics import einsum
+from jetspec_jax.options import Option
 
 CACHED = 400e6  # bytes that the L2 cache cannot hold
 NAMES = ("qkv", "out", "gate_up", "down")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=shapes.PAIRS, default="qwen3-8b")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64, 128, 256])
-    parser.add_argument("--names", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--tiles", action="store_true", help="try every tile, not only the one of the rule")
-    parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
+LINE = command.Line(
+    __doc__,
+    [
+        shapes.SHAPE,
+        Option("rows", "whole", "Rows of the product.", (1, 16, 32, 64, 128, 256), low=1, many=True),
+        Option("names", "choice", "Weights.", NAMES, choices=NAMES, many=True),
+        Option("tiles", "flag", "Try every tile, not only the one of the rule.", False),
+        dataclasses.replace(timing.REPEATS, default=3),
+    ],
+)
+
+
+@command.tool("bench/products.py")
+def main(argv: Sequence[str]) -> int:
+    """The command of the module's docstring; the exit status."""
+    args = LINE.parse(argv)
 
     gpu = jax.default_backend() == "gpu"
     config, _ = shapes.PAIRS[args.shape]
@@ -59,8 +75,12 @@ def main() -> None:
             print("  ".join(f"{k} {shown(k, v)}" for k, v in row.items()), flush=True)
             found.append(row)
     bound = exact.BOUNDS["bfloat16"]
-    print(json.dumps({"settings": vars(args), "device": device, "machine": limits, "bound": bound, "rows": found}))
-    sys.exit(any(row.get("error", 0) > bound for row in found))
+    print(
+        json.dumps(
+            {"settings": command.settings(args), "device": device, "machine": limits, "bound": bound, "rows": found}
+        )
+    )
+    return int(any(row.get("error", 0) > bound for row in found))
 
 
 def shown(name: str, value) -> str:
@@ -72,7 +92,7 @@ class Product:
 
     def __init__(self, name: str, config, gpu: bool):
         c = self.config = config
-        self.name, self.gpu, self.kernels = name, gpu, Ops("pallas") if gpu else XLA
+        self.name, self.gpu, self.kernels = name, gpu, Hopper() if gpu else PLAIN
         self.sizes = {
             "qkv": (c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim),
             "out": (c.num_heads * c.head_dim, c.hidden_size),
@@ -83,17 +103,17 @@ class Product:
         draw = jax.jit(lambda k: 0.02 * jax.random.normal(k, self.sizes, jnp.bfloat16))
         self.weights = [draw(k) for k in jax.random.split(jax.random.key(0), copies)]
 
-    def measure(self, rows: int, args: argparse.Namespace) -> dict:
+    def measure(self, rows: int, args: command.Args) -> dict:
         c, inner = self.config, self.sizes[0]
         draw = lambda i, size: jax.random.normal(jax.random.key(i), (1, rows, size), jnp.bfloat16)
         x, stream = draw(1, inner), draw(2, c.hidden_size)
         norm, angles = jnp.ones(c.hidden_size, jnp.bfloat16), rope.angles(jnp.arange(rows)[None], c.head_dim, 1e4)
-        shape = (c.num_kv_heads, c.num_heads // c.num_kv_heads + 2, c.head_dim)
+        shape = (c.num_heads // c.num_kv_heads + 2, c.head_dim)
 
-        def read(ops, product):
+        def read(backend, product):
             if self.name == "qkv":
-                return ops.heads(product, shape, None, angles, 1e-6, x.dtype)
-            return ops.add_norm(stream, product, norm, 1e-6)
+                return backend.heads(product, shape, None, angles, 1e-6, x.dtype)
+            return backend.add_norm(stream, product, norm, 1e-6)
 
         def glu(x, w, spec="bte,ef->btf"):
             gate, up = jnp.split(einsum(spec, x, w), 2, axis=-1)
@@ -103,7 +123,7 @@ class Product:
             flat = x.reshape(rows, inner)
             if self.name == "gate_up":
                 return gpu_layer.swiglu(flat, w.reshape(inner, 2, -1), not self.gpu, cut)
-            return read(Ops("pallas"), gpu_layer.matmul(flat, w, not self.gpu, cut)[:, None])
+            return read(Hopper(), gpu_layer.matmul(flat, w, not self.gpu, cut)[:, None])
 
         if self.name == "gate_up":
             ways = {"xla": glu, "xla [out, in]": functools.partial(glu, spec="bte,fe->btf")}
@@ -175,7 +195,3 @@ def tiles(rows: int, inner: int, columns: int, glu: bool) -> list[Tile]:
             if (inner // depth) % parts == 0 and (glu or 90 <= programs <= 300):
                 found.append(Tile(high, wide, depth, parts, warps, stages))
     return found
-
-
-if __name__ == "__main__":
-    main()

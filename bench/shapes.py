@@ -8,8 +8,8 @@ import json
 
 import jax
 import jax.numpy as jnp
+from jetspec_jax.backends.choose import resolve
 
-from jetspec_jax.backends import ops
 from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
 from jetspec_jax.drafts import block
 from jetspec_jax.drafts.block import HeadState
@@ -18,6 +18,7 @@ from jetspec_jax.files.checkpoint import numpy_dtype
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.sampling import Sampling
 from jetspec_jax.models import qwen3
+from jetspec_jax.options import Option
 
 QWEN = {"norm_eps": 1e-6, "rope_theta": 1e6, "max_positions": 40960, "vocab_size": 151936, "head_dim": 128}
 
@@ -58,6 +59,9 @@ PAIRS = {
     "tiny-moe": (_TINY_MOE, _head(_TINY_MOE, 1, (0, 1), 511)),
 }  # smollm2-135m is the demo pair, the tiny ones are smoke runs for a CPU
 
+SHAPE = Option("shape", "choice", "Shape of target and head.", "qwen3-8b", choices=tuple(PAIRS))
+DTYPE = Option("dtype", "choice", "Dtype of the weights.", "bfloat16", choices=("bfloat16", "float32"))
+
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
@@ -75,9 +79,9 @@ class Pair:
 def random_pair(name: str, dtype: str = "bfloat16", attention: str = "auto") -> Pair:
     """A pair with every weight random."""
     config, head = PAIRS[name]
-    how = ops.resolve(attention, dtype, config.head_dim)
+    how = resolve(attention, dtype, config.head_dim)
     target, shapes = qwen3.build(config, numpy_dtype(dtype), how)
-    draft, head_shapes = block.build(head, numpy_dtype(dtype), ops=how)
+    draft, head_shapes = block.build(head, numpy_dtype(dtype), backend=how)
     return Pair(target, draft, drawn({"target": shapes, "draft": head_shapes}))
 
 

@@ -80,6 +80,11 @@ class Args(argparse.Namespace):
     given: set[str]
 
 
+def settings(args: Args) -> dict[str, Any]:
+    """Returns the values as a plain dict, for a report."""
+    return {name: value for name, value in vars(args).items() if name != "given"}
+
+
 def tree_of(args: Args) -> TreeConfig:
     """Returns the tree that the options of `TreeConfig` describe."""
     return _make(args, TreeConfig, TREE)

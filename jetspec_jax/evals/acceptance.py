@@ -148,7 +148,7 @@ LINE = command.Line(
 def main(argv: Sequence[str]) -> int:
     """The command of the module's docstring; the exit status."""
     args = LINE.parse(argv)
-    settings = {name: value for name, value in vars(args).items() if name != "given"}
+    settings = command.settings(args)
     combinations = list(itertools.product(args.budget, args.temperature, args.sharpness))
     configs = []
     for args.budget, args.temperature, args.sharpness in combinations:  # all are checked before anything is loaded
