@@ -109,8 +109,8 @@ def main(argv: Sequence[str]) -> int:
     print(f"peak {peak / 2**30:.1f} GiB; temporaries of the step {temporary / 2**30:.1f} GiB")
     print(json.dumps({
         "device": device.device_kind, "settings": command.settings(args), "attention": attention,
-        "ms_step": 1e3 * time_step, "ms_parts": {k: 1e3 * v for k, v in times.items()}, "flop": work, "matrix_rate": rate,
-        "utilisation": utilisation, "peak_bytes": peak, "temporary_bytes": temporary, "loss": loss,
+        "ms_step": 1e3 * time_step, "ms_parts": {k: 1e3 * v for k, v in times.items()}, "flop": work,
+        "matrix_rate": rate, "utilisation": utilisation, "peak_bytes": peak, "temporary_bytes": temporary, "loss": loss,
     }))  # fmt: skip
     return 0
 
