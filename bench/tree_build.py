@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
             width = 64 if builder == "best_first" else 7
 
             def build(x, builder=builder, width=width, budget=budget, kernels=kernels):
-                built = grown(x, budget, "pallas" if kernels else "xla", builder, width)
+                built = grown(x, budget, Hopper() if kernels else PLAIN, builder, width)
                 return built.tokens + masks.ancestors(built.parents, args.depth).sum(-1)
 
             row[f"{builder}{' kernel' if kernels else ''}"] = timed(args, logits, build)
