@@ -19,7 +19,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from jetspec_jax import outcome
 from jetspec_jax.options import ConfigError, Option, SamplingConfig, TreeConfig, shown, table
@@ -119,90 +119,105 @@ def pair_of(args: Args) -> tuple[Any, Any]:
 
 
 class Line:
-    """The options of one command: reads words, and writes the help."""
+    """The options of one command: reads words, and writes the help.
 
-    def __init__(self, doc: str | None, options: Iterable[Option], positional: Iterable[Option] = (), hint: str = ""):
-        # Without docstrings (python -OO) the help still lists every option.
+    doc: what the help begins with; without docstrings (python -OO) it still lists every option. hint: what a word that
+    is no option should rather be.
+    """
+
+    def __init__(
+        self, doc: str | None, options: Iterable[Option], positional: Iterable[Option] = (), hint: str = ""
+    ):  # fmt: skip
+        self._doc, self._hint = (doc or "").strip(), hint or "--help lists the options"
         self.options = {option.name: option for option in options}
         self.positional = {option.name: option for option in positional}
-        self._parser, self._hint = _Parser(doc), hint or "--help lists the options"
-        for name, option in self.positional.items():
-            count = None if option.required else "?"
-            self._parser.add_argument(name, nargs=count, help=_help(option), metavar=option.metavar or name.upper())
-        for name, option in self.options.items():
-            more: dict[str, Any] = {"nargs": "+"} if option.many else {}
-            more |= {"action": "append"} if option.kind == "texts" else {}
-            more |= {"metavar": option.metavar or _metavar(option), "required": option.required}
-            self._parser.add_argument(f"--{name}", help=_help(option), default=None, **more)
 
     def parse(self, argv: Sequence[str]) -> Args:
         """The options of the words.
 
         Raises:
           UsageError: a word is no option (the nearest is named), or a value does not fit.
+          SystemExit: help was asked for, and printed.
         """
-        found, rest = self._parser.parse_known_args(self._normal(list(argv)), Args())
-        if rest:
-            raise UsageError(f"{shown(rest[0])}: unexpected argument; {self._hint}")
-        found.given = {name for name in self.options if getattr(found, name) is not None}
+        found, loose = self._read(list(argv))
+        if len(loose) > len(self.positional):
+            raise UsageError(f"{shown(loose[len(self.positional)])}: unexpected argument; {self._hint}")
+        found |= {name: [word] for name, word in zip(self.positional, loose, strict=False)}
+        args = Args(given={name for name in self.options if name in found})
         for name, option in (self.positional | self.options).items():
-            text = getattr(found, name)
-            value = _default(option) if text is None else _value(option, text, name in self.positional)
-            setattr(found, name, value)
-        return found
+            mark = "" if name in self.positional else "--"
+            if option.required and name not in found:
+                raise UsageError(f"{mark or option.metavar}{name if mark else ''} is missing; --help lists the options")
+            try:
+                setattr(args, name, _value(option, found[name]) if name in found else _default(option))
+            except ConfigError as error:
+                raise UsageError(f"{mark}{error}") from None
+        return args
 
-    def _normal(self, words: list[str]) -> list[str]:
-        """The words with every option as --name=value (or --name and its values); no value is taken for an option."""
-        done = []
+    def _read(self, words: list[str]) -> tuple[dict[str, list[str]], list[str]]:
+        """The words of every option, and those that belong to none. No value is taken for an option."""
+        found: dict[str, list[str]] = {}
+        loose: list[str] = []
         while words:
             word = words.pop(0)
-            if not word.startswith("--") or word in ("--", "--help"):
-                done.append(word)
+            if word in ("-h", "--help"):
+                print(self.help())
+                raise SystemExit(0)
+            if not word.startswith("--") or word == "--":
+                loose.append(word)
                 continue
             given, equals, value = word[2:].partition("=")
-            name = given.replace("-", "_")
-            name = ALIASES[name] if name not in self.options and ALIASES.get(name) in self.options else name
-            plain = re.sub("^no_?", "", name)
-            if name not in self.options and plain in self.options and self.options[plain].kind == "flag":
-                if equals:
-                    raise UsageError(f"--{given}={shown(value)}: it takes no value; leave the value out")
-                done.append(f"--{plain}=false")
-                continue
-            if name not in self.options:
-                raise UsageError(f"--{shown(given)[1:-1]}: no such option{self._near(name)}")
+            name, negated = self._name(given)
             option = self.options[name]
-            if option.kind == "flag" and not equals:
-                follows = words and not words[0].startswith("-") and not self.positional
-                value = words.pop(0) if follows else "true"
-            elif not equals and not option.many:
-                if not words:
-                    raise UsageError(f"--{name}: a value is missing")
-                value = words.pop(0)
-            done.append(f"--{name}" if option.many and not equals else f"--{name}={value}")
-        return done
+            if negated and equals:
+                raise UsageError(f"--{given}={shown(value)}: it takes no value; leave the value out")
+            if negated or (option.kind == "flag" and not equals):
+                follows = not negated and words and not words[0].startswith("-") and not self.positional
+                values = [words.pop(0) if follows else str(not negated)]
+            elif equals:
+                values = [value]
+            else:
+                count = 1
+                while option.many and count < len(words) and not words[count].startswith("--"):
+                    count += 1
+                values, words = words[:count], words[count:]
+            if not values:
+                raise UsageError(f"--{name}: a value is missing")
+            found[name] = (found.get(name, []) if option.kind == "texts" else []) + values
+        return found, loose
 
-    def _near(self, name: str) -> str:
+    def _name(self, given: str) -> tuple[str, bool]:
+        """The option that a word means, and whether it is negated."""
+        name = given.replace("-", "_")
+        name = ALIASES[name] if name not in self.options and ALIASES.get(name) in self.options else name
+        if name in self.options:
+            return name, False
+        plain = re.sub("^no_?", "", name)
+        if plain in self.options and self.options[plain].kind == "flag":
+            return plain, True
         known = [*self.options, *(f"no{n}" for n, option in self.options.items() if option.kind == "flag")]
-        near = difflib.get_close_matches(name, known, n=1)
-        return f"; did you mean --{near[0]}?" if near else "; --help lists the options"
+        near = difflib.get_close_matches(name[:80], known, n=1)
+        hint = f"did you mean --{near[0]}?" if near else "--help lists the options"
+        raise UsageError(f"--{shown(given)[1:-1]}: no such option; {hint}")
 
-
-class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are raised, and whose help names the two forms of a flag."""
-
-    class _Format(argparse.RawDescriptionHelpFormatter):
-        def _format_action_invocation(self, action):
-            if action.metavar == "FLAG":
-                return f"--[no]{action.dest}"
-            return super()._format_action_invocation(action)
-
-    def __init__(self, doc: str | None):
-        super().__init__(
-            usage=argparse.SUPPRESS, description=(doc or "").strip(), formatter_class=self._Format, allow_abbrev=False
+    def help(self) -> str:
+        """The text of --help."""
+        parser = argparse.ArgumentParser(
+            usage=argparse.SUPPRESS, description=self._doc, formatter_class=_Format, allow_abbrev=False
         )
+        for name, option in self.positional.items():
+            parser.add_argument(name, help=_help(option), metavar=option.metavar or name.upper())
+        for name, option in self.options.items():
+            metavar = (option.metavar or _metavar(option)) + (" ..." if option.many else "")
+            parser.add_argument(f"--{name}", help=_help(option), metavar=metavar)
+        return parser.format_help()
 
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
+
+class _Format(argparse.RawDescriptionHelpFormatter):
+    """Help that names the two forms of a flag."""
+
+    def _format_action_invocation(self, action):
+        return f"--[no]{action.dest}" if action.metavar == "FLAG" else super()._format_action_invocation(action)
 
 
 def sampling(*without: str) -> list[Option]:
@@ -229,14 +244,11 @@ def _default(option: Option) -> Any:
     return list(option.default) if isinstance(option.default, tuple) else option.default
 
 
-def _value(option: Option, text: Any, positional: bool = False) -> Any:
+def _value(option: Option, words: list[str]) -> Any:
     """What the words of an option mean; checked."""
-    try:
-        if option.kind == "texts":
-            return text
-        return [_one(option, word) for word in text] if option.many else _one(option, text)
-    except ConfigError as error:
-        raise UsageError(f"{'' if positional else '--'}{error}") from None
+    if option.kind == "texts":
+        return words
+    return [_one(option, word) for word in words] if option.many else _one(option, words[-1])
 
 
 def _one(option: Option, text: str) -> Any:

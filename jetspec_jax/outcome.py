@@ -85,9 +85,10 @@ def _refuse(name: str, error: BaseException, full: str, after: str) -> int:
             return int(error.code or 0) if known else _say(name, str(error.code), 1)
     except OSError as broken:
         _discard()
-        if isinstance(broken, BrokenPipeError):  # whoever read our output has had enough
-            return 1
-        return _say(name, f"standard output: {broken.strerror}", 1)
+        error = broken
+    if isinstance(error, BrokenPipeError):  # whoever read our output has had enough
+        _discard()
+        return 1
     return _say(name, line(error, full), 2 if type(error).__name__ == "UsageError" else 1)
 
 
@@ -130,11 +131,11 @@ def _no_space(error: BaseException) -> str | None:
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, OSError) and link.errno in NO_SPACE:
-            return f"{link.filename or 'the disk'}: {os.strerror(link.errno)}"
+            return (f"{link.filename}: " if link.filename else "") + os.strerror(link.errno)
         text = str(link)
         for number in NO_SPACE:
             if os.strerror(number) in text:
-                return f"the disk: {os.strerror(number)}"
+                return os.strerror(number)
         link = link.__cause__ or link.__context__
     return None
 
