@@ -120,11 +120,14 @@ def main(argv: Sequence[str]) -> int:
     args = LINE.parse(argv)
     from jetspec_jax.files import programs
 
-    if args.xla_flags == "print":
-        print(*programs.tested_flags(), sep="\n")
-        return 0
-    if args.xla_flags == "tested":
-        programs.apply_flags()
+    try:
+        if args.xla_flags == "print":
+            print(*programs.tested_flags(), sep="\n")
+            return 0
+        if args.xla_flags == "tested":
+            programs.apply_flags()
+    except ConfigError as error:
+        raise UsageError(f"--{error}") from None
     _check(args)
     tree, sampling = command.tree_of(args), command.sampling_of(args)
     rows = _rows(args)

@@ -164,6 +164,19 @@ def test_an_output_that_ends_early_and_a_run_that_does_not_repeat():
         assert d.verdict == "tie" or "repeat" in d.reason
 
 
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+@pytest.mark.parametrize("share, verdict", [(0.8e-4, "tie"), (1.25e-4, "defect"), (0.5e-3, "defect")])
+def test_a_tie_in_float32_is_a_gap_below_a_ten_thousandth_of_the_std(share, verdict, scale):
+    """By hand: of (1, 1 - gap, -1, -1) the standard deviation is 1 within the gap."""
+    gap = share * scale
+    plain, fast = (np.array(x, np.float64) * 1.0 for x in ([scale, scale - gap, -scale, -scale],) * 2)
+    fast[1] += 2 * gap  # the other token wins there
+    d = audit.Divergence(0, 3, 0, 1)
+    audit._judge(d, plain, fast, (tiny.target("dense"), [1, 2], [3]), SAMPLING, True)
+    assert d.std == pytest.approx(scale, rel=1e-3) and d.gap == pytest.approx(gap, rel=0.05)
+    assert d.verdict == verdict
+
+
 class TestCommand:
     def args(self, tmp_path, *more, lines=('{"prompt_ids": [11, 12, 17]}', '{"prompt_ids": [5]}')):
         file = tmp_path / "p.jsonl"

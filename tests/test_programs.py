@@ -41,6 +41,15 @@ def test_a_cache_that_cannot_be_written_is_left_out(no_cache, monkeypatch, tmp_p
     assert getattr(jax.config, CACHE) is None
 
 
+@pytest.mark.parametrize("given", [None, "/tmp/\udcff"])
+def test_a_folder_whose_name_is_not_utf_8_is_left_out(given, no_cache, monkeypatch, tmp_path):
+    """As the system hands it over; XLA takes no such name."""
+    monkeypatch.setenv("JETSPEC_CACHE", f"{tmp_path}/\udcff")
+    jax.config.update(CACHE, given)
+    programs.keep()
+    assert getattr(jax.config, CACHE) is None
+
+
 def test_flags_are_known_by_version_and_what_is_set_wins(monkeypatch):
     monkeypatch.setattr(programs, "TESTED", {jaxlib.version.__version__: ("--xla_a=1", "--xla_b=2")})
     monkeypatch.setenv("XLA_FLAGS", "--xla_b=3")
