@@ -25,11 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 import shapes
 import timing
-from jetspec_jax.backends.cudnn import CuDNN
-from jetspec_jax.backends.hopper import Hopper
 
 from jetspec_jax import command
-from jetspec_jax.backends import xla
+from jetspec_jax.backends.cudnn import CuDNN
+from jetspec_jax.backends.hopper import Hopper
+from jetspec_jax.backends.xla import PLAIN_XLA
 from jetspec_jax.layers import masks
 from jetspec_jax.options import Option
 
@@ -74,12 +74,12 @@ def main(argv: Sequence[str]) -> int:
         mask = masks.ancestors(jnp.asarray(parents, jnp.int32), 15)
         lengths = jnp.full((args.batch,), length, jnp.int32)
         wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-        reference = xla.PLAIN.attend(wide(q), wide(fresh), mask, wide(caches[0]), lengths)
+        reference = PLAIN_XLA.attend(wide(q), wide(fresh), mask, wide(caches[0]), lengths)
         floor = 2 * args.batch * kv_heads * length * dim * dtype.itemsize / limits["bytes_per_second"]
         for choice in args.choices:
             if choice == "cudnn" and (dtype.itemsize != 2 or not gpu):
                 continue
-            how = {"xla": xla.PLAIN, "cudnn": CuDNN(), "pallas": Hopper()}[choice]
+            how = {"xla": PLAIN_XLA, "cudnn": CuDNN(), "pallas": Hopper()}[choice]
 
             def step(q, fresh, mask, caches, lengths, how=how):
                 for prefix in caches:

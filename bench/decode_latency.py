@@ -21,7 +21,6 @@ if __name__ == "__main__":  # before the slow imports
 
     outcome.start("decode_latency")
 
-import dataclasses
 import json
 import re
 from collections.abc import Sequence
@@ -32,9 +31,11 @@ import jax.numpy as jnp
 import shapes
 import timing
 
-from jetspec_jax import command, speculate
+from jetspec_jax import command
+from jetspec_jax.engine.programs import program
 from jetspec_jax.layers import masks
 from jetspec_jax.loop import decoder, tree
+from jetspec_jax.loop.plain import PLAIN
 from jetspec_jax.options import Option, shown
 from jetspec_jax.training import flops
 
@@ -75,7 +76,8 @@ def main(argv: Sequence[str]) -> int:
     pair = shapes.random_pair(args.shape, args.dtype, args.backend)
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}"
     print(
-        f"{args.shape}, random weights, batch {args.batch}, attention {pair.target.backend.name}; {device}", flush=True
+        f"{args.shape}, random weights, batch {args.batch}, attention {pair.target.backend.name}; {device}",
+        flush=True,
     )
     reads, products = limits["bytes_per_second"] / 1e12, limits["flops_per_second"] / 1e12
     weights = size(pair.params) / 2**30
@@ -105,15 +107,15 @@ def sizes(text: str) -> tuple[int, int]:
 def measure(args: command.Args, pair: shapes.Pair, budget: int, limits: dict) -> dict:
     """Plain step (budget 1) or round."""
     if budget == 1:
-        static, params = decoder.Decoder(pair.target, None, 1, args.slots), pair.plain
+        static, params = decoder.Decoder(pair.target, PLAIN, args.slots), pair.plain
     else:
-        draft = dataclasses.replace(pair.draft, depth=min(pair.draft.depth, budget - 1))
-        static, params = decoder.Decoder(pair.target, draft, budget, args.slots), pair.params
+        draft = pair.draft.shaped(tree.Rule(budget), min(pair.draft.depth, budget - 1))
+        static, params = decoder.Decoder(pair.target, draft, args.slots), pair.params
     held = [shapes.state_at(static, params, args.length, args.batch, budget)]
-    program, seconds = speculate.compiled(decoder.rounds, static, params, held[0], jnp.int32(1))
+    compiled, seconds = program(decoder.rounds, static, params, held[0], jnp.int32(1), donate=(1,))
 
     def run(n: int):
-        held[0] = program(params, shapes.at_length(held[0], args.length), jnp.int32(n))
+        held[0] = compiled(params, shapes.at_length(held[0], args.length), jnp.int32(n))
         return held[0].length
 
     step = timing.per_step(run, args.steps // 4, args.steps, args.repeats)
@@ -121,7 +123,7 @@ def measure(args: command.Args, pair: shapes.Pair, budget: int, limits: dict) ->
     work = weight_bytes(pair, args.batch * budget, budget > 1) + kv
     products = product_flop(pair, static, args.batch, args.length)
     read, product = work / limits["bytes_per_second"], products / limits["flops_per_second"]
-    temp = program.memory_analysis().temp_size_in_bytes / 2**20
+    temp = compiled.memory_analysis().temp_size_in_bytes / 2**20
     row = {
         "length": args.length, "slots": args.slots, "budget": budget, "ms": 1e3 * step,
         "read_floor_ms": 1e3 * read, "read_ratio": step / read,
@@ -151,31 +153,20 @@ def parts(args, pair, static, state, budget: int) -> dict[str, float]:
 
     def propose(carry, weights):
         tokens, held = carry
-        logits, new = draft.propose(
-            weights["draft"], held, tokens, length,
-            lambda t: target.embed(weights["target"], t), lambda h: target.logits(weights["target"], h),
-        )  # fmt: skip
+        anchor = tokens[:, args.length - 1]
+        logits, new = draft.logits(weights["draft"], held, anchor, length, static.ends(weights))
         tokens = tokens.at[:, args.length - 1].set(jnp.argmax(logits[:, -1], -1).astype(jnp.int32))
         return tokens, new._replace(length=held.length, count=held.count)
 
     def grow(carry):
         logits, anchor = carry
-        built = tree.build(
-            static.builder,
-            static.width,
-            budget,
-            logits,
-            anchor,
-            jnp.full((batch,), budget, jnp.int32),
-            static.backend.grow,
-        )
+        built = tree.build(draft.rule, logits, anchor, whole, target.backend.grow)
         anchor = built.tokens.sum(1) % 7
         return logits + anchor[:, None, None] * 1e-6, anchor
 
-    built = tree.build(
-        static.builder, static.width, budget, jax.random.normal(key, (batch, static.depth, target.vocab_size)),
-        jnp.zeros((batch,), jnp.int32), jnp.full((batch,), budget, jnp.int32),
-    )  # fmt: skip
+    whole = jnp.full((batch,), budget, jnp.int32)
+    logits = jax.random.normal(key, (batch, static.depth, target.vocab_size))
+    built = tree.build(draft.rule, logits, jnp.zeros((batch,), jnp.int32), whole)
     seen = masks.ancestors(built.parents, static.depth)
 
     def verify(tokens, weights, cache):
@@ -192,7 +183,6 @@ def parts(args, pair, static, state, budget: int) -> dict[str, float]:
         return 1e3 * timing.per_step(run, args.steps // 4, args.steps, args.repeats)
 
     copy = lambda x: jax.tree.map(jnp.copy, x)
-    logits = jax.random.normal(key, (batch, static.depth, target.vocab_size))
     return {
         "draft": timed(propose, copy((state.tokens, state.draft)), weights),
         "tree": timed(grow, (logits, jnp.zeros((batch,), jnp.int32))),
@@ -232,9 +222,9 @@ def product_flop(pair: shapes.Pair, static: decoder.Decoder, batch: int, length:
         attended = 2 * length * config.num_heads * config.head_dim * config.num_layers
         return 2 * rows * (flops.row_parameters(config) + attended)
 
-    logits = static.rows + static.depth
-    total = 2 * batch * logits * c.vocab_size * c.hidden_size + layers(c, batch * static.rows)
-    if draft:
+    logits = static.nodes + static.depth
+    total = 2 * batch * logits * c.vocab_size * c.hidden_size + layers(c, batch * static.nodes)
+    if static.depth:
         h, fresh = draft.config, batch * (draft.depth + 1)  # the rows of a round, of which the head keeps K/V
         keys_values = 2 * h.num_layers * h.hidden_size * h.num_kv_heads * h.head_dim
         total += layers(h, batch * draft.slots) + 2 * fresh * (pair.params["draft"]["fc"].size + keys_values)

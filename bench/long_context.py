@@ -26,9 +26,13 @@ import jax.numpy as jnp
 import shapes
 import timing
 
-from jetspec_jax import command, speculate
+from jetspec_jax import command
+from jetspec_jax.engine.programs import program
 from jetspec_jax.loop import decoder
-from jetspec_jax.loop.sampling import Sampling
+from jetspec_jax.loop.plain import PLAIN
+from jetspec_jax.loop.processors import Sampling
+from jetspec_jax.loop.state import Request
+from jetspec_jax.loop.tree import Rule
 from jetspec_jax.options import Option
 
 LINE = command.Line(
@@ -68,19 +72,20 @@ def measure(args: command.Args, pair: shapes.Pair, prompt: int) -> dict:
     row = lambda value, dtype=jnp.int32: jnp.full((1,), value, dtype)
     tokens = jax.random.randint(jax.random.key(prompt), (1, size), 0, pair.target.vocab_size)
     outputs, found = {}, {"prompt": prompt}
+    draft = pair.draft.shaped(Rule(args.budget), min(pair.draft.depth, args.budget - 1))
     for name, static, params in (
-        ("plain", decoder.Decoder(pair.target, None, 1, slots, prefill_chunk=args.chunk), pair.plain),
-        ("round", decoder.Decoder(pair.target, pair.draft, args.budget, slots, prefill_chunk=args.chunk), pair.params),
+        ("plain", decoder.Decoder(pair.target, PLAIN, slots, prefill_chunk=args.chunk), pair.plain),
+        ("round", decoder.Decoder(pair.target, draft, slots, prefill_chunk=args.chunk), pair.params),
     ):
-        request = decoder.Request(
-            tokens, row(prompt), row(prompt + args.new), row(static.rows), Sampling(None, row(0, jnp.uint32)),
+        request = Request(
+            tokens, row(prompt), row(prompt + args.new), row(static.nodes), Sampling(None, row(0, jnp.uint32)),
             jnp.full((1, 8), -1, jnp.int32),
         )  # fmt: skip
-        read, _ = speculate.compiled(decoder.prefill, static, params, request)
+        read, _ = program(decoder.prefill, static, params, request)
         state = read(params, request)
         found["temp_mib"] = read.memory_analysis().temp_size_in_bytes / 2**20
         found["cache_mib"] = sum(x.nbytes for x in jax.tree.leaves(state.cache)) / 2**20
-        run, _ = speculate.compiled(decoder.rounds, static, params, state, jnp.int32(1))
+        run, _ = program(decoder.rounds, static, params, state, jnp.int32(1), donate=(1,))
         times = []
         for _ in range(1 + args.repeats):
             del state  # one cache at a time

@@ -29,12 +29,12 @@ import jax
 import jax.numpy as jnp
 import shapes
 import timing
-from jetspec_jax.backends.hopper import Hopper
-from jetspec_jax.backends.xla import PLAIN
 
 from jetspec_jax import command
+from jetspec_jax.backends.hopper import Hopper
 from jetspec_jax.backends.kernels import gpu_layer
 from jetspec_jax.backends.kernels.gpu_layer import Tile
+from jetspec_jax.backends.xla import PLAIN_XLA
 from jetspec_jax.layers import rope
 from jetspec_jax.layers.numerics import einsum
 from jetspec_jax.options import Option
@@ -92,7 +92,7 @@ class Product:
 
     def __init__(self, name: str, config, gpu: bool):
         c = self.config = config
-        self.name, self.gpu, self.kernels = name, gpu, Hopper() if gpu else PLAIN
+        self.name, self.gpu, self.kernels = name, gpu, Hopper() if gpu else PLAIN_XLA
         self.sizes = {
             "qkv": (c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim),
             "out": (c.num_heads * c.head_dim, c.hidden_size),

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
-from jetspec_jax.backends.choose import resolve
 
+from jetspec_jax.backends.choose import resolve
 from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
-from jetspec_jax.drafts import block
+from jetspec_jax.drafts import block, block_files
 from jetspec_jax.drafts.block import HeadState
-from jetspec_jax.files import demo
+from jetspec_jax.files import demo, text
 from jetspec_jax.files.checkpoint import numpy_dtype
 from jetspec_jax.loop import decoder
-from jetspec_jax.loop.sampling import Sampling
+from jetspec_jax.loop.processors import Sampling
+from jetspec_jax.loop.state import RUNNING, Request, State
 from jetspec_jax.models import qwen3
 from jetspec_jax.options import Option
 
@@ -54,7 +54,7 @@ PAIRS = {
     "qwen3-8b": (_8B, _head(_8B, 5, (1, 9, 17, 25, 33), 151669)),
     "qwen3-0.6b": (_0_6B, _head(_0_6B, 5, (1, 7, 13, 19, 25), 151669)),
     "qwen3-30b-a3b": (_30B, _head(_30B, 8, (1, 12, 23, 34, 45), 151669)),
-    "smollm2-135m": (_135M, HeadConfig.from_hf(json.loads((demo.head_folder() / "config.json").read_text()))),
+    "smollm2-135m": (_135M, block_files.config(text.read_json(demo.head_folder() / "config.json"), "demo head")),
     "tiny": (_TINY, _head(_TINY, 1, (0, 1), 511)),
     "tiny-moe": (_TINY_MOE, _head(_TINY_MOE, 1, (0, 1), 511)),
 }  # smollm2-135m is the demo pair, the tiny ones are smoke runs for a CPU
@@ -99,11 +99,11 @@ def _draw(key, shape, dtype):
     return (1 + 0.1 * values).astype(dtype) if len(shape) == 1 else 0.02 * values
 
 
-def state_at(static: decoder.Decoder, params: dict, length: int, batch: int, budget: int) -> decoder.State:
+def state_at(static: decoder.Decoder, params: dict, length: int, batch: int, budget: int) -> State:
     """A state that has committed `length` tokens. Caches hold random numbers, so that drafts and choices vary; the
     committed tokens are ones and zeros, since a round reads none of them but the last."""
     row = lambda value, dtype=jnp.int32: jnp.full((batch,), value, dtype)
-    asked = decoder.Request(
+    asked = Request(
         tokens=jnp.ones((batch, 16), jnp.int32), prompt_length=row(16), limit=row(static.capacity), budget=row(budget),
         sampling=Sampling(None, row(0, jnp.uint32)), eos=jnp.full((batch, 8), -1, jnp.int32),
     )  # fmt: skip
@@ -115,13 +115,13 @@ def state_at(static: decoder.Decoder, params: dict, length: int, batch: int, bud
     return at_length(state, length)
 
 
-def at_length(state: decoder.State, length: int) -> decoder.State:
+def at_length(state: State, length: int) -> State:
     """The same state, all rows running at `length` committed tokens, no rounds on record."""
     full = lambda x, value: jnp.full_like(x, value)
     draft = state.draft
     if isinstance(draft, HeadState):
         draft = draft._replace(length=full(draft.length, length - 2), count=full(draft.count, 1))
     return state._replace(
-        length=full(state.length, length), reason=full(state.reason, decoder.RUNNING), rounds=full(state.rounds, 0),
+        length=full(state.length, length), reason=full(state.reason, RUNNING), rounds=full(state.rounds, 0),
         draft=draft,
     )  # fmt: skip

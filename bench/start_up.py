@@ -26,9 +26,12 @@ import jax
 import jax.numpy as jnp
 import shapes
 
-from jetspec_jax import command, speculate
+from jetspec_jax import command
+from jetspec_jax.engine.programs import program
 from jetspec_jax.loop import decoder
-from jetspec_jax.loop.sampling import Sampling
+from jetspec_jax.loop.processors import Sampling
+from jetspec_jax.loop.state import Request
+from jetspec_jax.loop.tree import Rule
 from jetspec_jax.options import ConfigError, Option
 
 LINE = command.Line(
@@ -74,20 +77,21 @@ def environment(folder: str) -> dict[str, str]:
 def child(args: command.Args) -> dict:
     """The times of one process."""
     pair = shapes.random_pair(args.shape, args.dtype)
-    static = decoder.Decoder(pair.target, pair.draft, args.budget, args.slots)
+    draft = pair.draft.shaped(Rule(args.budget), min(pair.draft.depth, args.budget - 1))
+    static = decoder.Decoder(pair.target, draft, args.slots)
     row = lambda value, dtype=jnp.int32: jnp.full((1,), value, dtype)
-    request = decoder.Request(
+    request = Request(
         tokens=jax.random.randint(jax.random.key(1), (1, args.prompt), 0, pair.target.vocab_size),
         prompt_length=row(args.prompt), limit=row(args.slots), budget=row(args.budget),
         sampling=Sampling(None, row(0, jnp.uint32)), eos=jnp.full((1, 8), -1, jnp.int32),
     )  # fmt: skip
     jax.block_until_ready(request)
     begin = time.perf_counter()
-    program, compiled = speculate.compiled(decoder.prefill, static, pair.params, request)
-    state = jax.block_until_ready(program(pair.params, request))
+    first, compiled = program(decoder.prefill, static, pair.params, request)
+    state = jax.block_until_ready(first(pair.params, request))
     token = time.perf_counter() - begin
-    program, more = speculate.compiled(decoder.rounds, static, pair.params, state, jnp.int32(1))
-    state = jax.block_until_ready(program(pair.params, state, jnp.int32(1)))
+    second, more = program(decoder.rounds, static, pair.params, state, jnp.int32(1), donate=(1,))
+    state = jax.block_until_ready(second(pair.params, state, jnp.int32(1)))
     seconds = time.perf_counter() - begin
     held = sum(x.nbytes for x in jax.tree.leaves((pair.params, state)))
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)

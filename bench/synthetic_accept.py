@@ -25,11 +25,12 @@ import jax
 import jax.numpy as jnp
 import shapes
 import timing
-from jetspec_jax.backends.xla import XLA
 
-from jetspec_jax import command, speculate
+from jetspec_jax import command
+from jetspec_jax.backends.xla import XLA
+from jetspec_jax.engine.programs import program
 from jetspec_jax.loop import decoder
-from jetspec_jax.loop.sampling import Sampling
+from jetspec_jax.loop.processors import Sampling
 from jetspec_jax.options import Option
 
 BONUS = 1e4
@@ -151,10 +152,10 @@ def measure(args: command.Args, pair: shapes.Pair, budget: int, accept: int) -> 
         row(args.top_k, jnp.int32) if args.top_k else None, row(args.top_p, jnp.float32) if args.top_p < 1 else None,
     )  # fmt: skip
     held = [state._replace(sampling=sampling)]
-    program, _ = speculate.compiled(decoder.rounds, static, params, held[0], jnp.int32(1))
+    compiled, _ = program(decoder.rounds, static, params, held[0], jnp.int32(1), donate=(1,))
 
     def run(n: int):
-        held[0] = program(params, shapes.at_length(held[0], args.length), jnp.int32(n))
+        held[0] = compiled(params, shapes.at_length(held[0], args.length), jnp.int32(n))
         return held[0].length
 
     steps = min(args.steps, (args.slots - args.length - draft.depth - 1) // accept)

@@ -39,13 +39,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax import baseline, command, speculate
-from jetspec_jax.backends.ops import XLA
+from jetspec_jax.backends.xla import PLAIN_XLA
 from jetspec_jax.config import MIN_TEMPERATURE, ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
 from jetspec_jax.files import pair
 from jetspec_jax.files import prompts as prompt_files
 from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.loop import decoder
+from jetspec_jax.loop.state import State
 from jetspec_jax.options import Option
 
 TIE = 1e-4  # of the logits' standard deviation, float32
@@ -71,8 +72,8 @@ class Divergence:
 
 @narrow
 def watched(
-    static: decoder.Decoder, params: dict, state: decoder.State, where: Int[Array, " B"]
-) -> tuple[decoder.State, Float[Array, "B V"]]:
+    static: decoder.Decoder, params: dict, state: State, where: Int[Array, " B"]
+) -> tuple[State, Float[Array, "B V"]]:
     """All rounds to the end, and the f32 logits that chose the token at the absolute position `where` of each row.
 
     Zeros for rows that no round chose it for, the first token's position among them (that is prefill's).
@@ -80,7 +81,7 @@ def watched(
 
     def body(carry):
         before, found = carry
-        after, done = decoder.traced_step(static, params, before)
+        after, done = decoder.step_recorded(static, params, before)
         at = where - before.length
         hit = ~before.done & (at >= 0) & (at < done.accepted.count)
         node = jnp.take_along_axis(done.accepted.path, jnp.maximum(at, 0)[:, None], 1, mode="clip")
@@ -165,15 +166,19 @@ def _decode(target, head, prompts, tree, sampling) -> list[list[int]]:
 
 def _logits_at(target, head, prompts, tree, sampling, at: Sequence[int | None]) -> tuple[list[list[int]], np.ndarray]:
     """New tokens of every prompt, and the f32 logits [B, V] that chose the new token `at` of each."""
-    flight = speculate.start(target, head, [list(p) for p in prompts], tree, sampling)
-    never = flight.decoder.capacity
+    engine = speculate.start(target, head, [list(p) for p in prompts], tree, sampling)
+    never = engine.decoder.capacity
     where = [never if i is None else len(p) + i for p, i in zip(prompts, at, strict=True)]
-    where += [never] * (flight.state.tokens.shape[0] - len(prompts))
-    logits = np.array(flight.run(watched, jnp.array(where, jnp.int32)))
+    where += [never] * (engine.state.tokens.shape[0] - len(prompts))
+    logits = np.array(engine.run(watched, jnp.array(where, jnp.int32)))
     if 0 in at:  # chosen by prefill
         first = np.array([w == len(p) for w, p in zip(where, prompts, strict=False)])
-        logits[: len(prompts)][first] = np.asarray(flight.first_logits())[: len(prompts)][first]
-    return [r.token_ids for r in flight.results()], logits
+        logits[: len(prompts)][first] = np.asarray(engine.first_logits())[: len(prompts)][first]
+    results = engine.results()
+    for row, result in enumerate(results):
+        if result.error:
+            raise speculate.DecodeError(f"prompt {row}: {result.error}")
+    return [r.token_ids for r in results], logits
 
 
 def _first_difference(plain: list[int], fast: list[int]) -> int | None:
@@ -222,7 +227,9 @@ def _recheck(target, head, prompts, tree, sampling, batch: int, ties: list[Diver
     """Turns ties into defects where float32 does not agree."""
     cast = lambda leaf: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
     wide = lambda x: dataclasses.replace(x, params=jax.tree.map(cast, x.params))
-    plain = lambda x: dataclasses.replace(x, ops=XLA) if "ops" in {f.name for f in dataclasses.fields(x)} else x
+    plain = lambda x: (
+        dataclasses.replace(x, backend=PLAIN_XLA) if "backend" in {f.name for f in dataclasses.fields(x)} else x
+    )
     # In plain XLA too: a fault of a kernel must not be judged by that kernel.
     target = dataclasses.replace(wide(target), dtype="float32", model=plain(target.model))
     head = dataclasses.replace(wide(head), draft=plain(head.draft))

@@ -9,10 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from jetspec_jax import speculate
-from jetspec_jax.config import SamplingConfig
 from jetspec_jax.engine import requests
+from jetspec_jax.engine.geometry import Geometry, power
+from jetspec_jax.engine.programs import program
 from jetspec_jax.layers.numerics import narrow
-from jetspec_jax.loop import processors, sampling
+from jetspec_jax.loop import processors
+from jetspec_jax.loop.choice import noise_rows
+from jetspec_jax.loop.decoder import DEFAULT_CHUNK, Decoder, prefill_recorded
+from jetspec_jax.loop.plain import PLAIN
+from jetspec_jax.options import SamplingConfig
 
 
 @dataclasses.dataclass
@@ -70,16 +75,21 @@ def first_difference(
 def scores(
     target, prompt: Sequence[int], new: Sequence[int], logits: jax.Array, option: SamplingConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """What the choice behind `new` is made by, from its logits [V]: scores before the filters, and what the choice is
-    the largest of (filtered, with the noise); both over the temperature."""
+    """Returns what the choice after `new` is made by, from its logits [V].
+
+    Returns:
+      Scores before the filters, and what the choice is the largest of (filtered, with the noise); both over the
+      temperature.
+    """
     option, ids = requests.resolve(target, option), [*prompt, *new]
-    ask = requests.request([list(prompt)], [option], [1], len(prompt))
+    sizes = Geometry.fit([prompt], [option], PLAIN, DEFAULT_CHUNK)
+    ask = requests.arrays([list(prompt)], [option], [1], sizes)
     length = jnp.array([len(ids)])
     past = processors.Past(jnp.array([ids], jnp.int32), ask.prompt_length, length, ask.eos)
     counts = processors.committed(past, ask.sampling, logits.size)
     raw = processors.edit(logits[None, None], past.tokens[:, -1:], past, ask.sampling, counts) / ask.sampling.scale
     kept = processors.keep(raw, ask.sampling)
-    return raw[0, 0], (kept + sampling.noise_rows(ask.sampling, length, 1, logits.size))[0, 0]
+    return raw[0, 0], (kept + noise_rows(ask.sampling, length, 1, logits.size))[0, 0]
 
 
 def margin_of(raw: jax.Array, noisy: jax.Array, token: int | None) -> float:
@@ -92,21 +102,10 @@ def margin_of(raw: jax.Array, noisy: jax.Array, token: int | None) -> float:
 
 @narrow
 def next_logits(target, rows: Sequence[Sequence[int]]) -> jax.Array:
-    """f32 logits [R, V] of the tokens behind each of the rows, from one plain prefill."""
-    count, spare = len(rows), (1 << (len(rows) - 1).bit_length()) - len(rows)
-    rows = [*rows, *[[0]] * spare]  # few programs: nothing sees a padding row, and no row the padding behind it
-    capacity = -(-(max(map(len, rows)) + 1) // 1024) * 1024
-    every = lambda value, dtype=jnp.int32: jnp.full((len(rows),), value, dtype)
-    lengths = jnp.array([len(row) for row in rows], jnp.int32)
-    request = speculate.Request(
-        tokens=jnp.array([[*row, *[0] * (capacity - 1 - len(row))] for row in rows], jnp.int32),
-        prompt_length=lengths,
-        limit=lengths,
-        budget=every(1),
-        sampling=sampling.Sampling(None, every(0, jnp.uint32)),
-        eos=jnp.full((len(rows), 1), -1, jnp.int32),
-    )
-    decoder = speculate.Decoder(target.model, None, 1, capacity)
-    params = {"target": target.params, "draft": None}
-    program, _ = speculate.compiled(speculate.traced_prefill, decoder, params, request)
-    return program(params, request)[1][:count]
+    """Returns f32 logits [R, V] of the tokens after each of the rows, from one plain prefill."""
+    option = SamplingConfig(0, eos=())
+    capacity = -(-(max(map(len, rows)) + 1) // 1024) * 1024  # few programs
+    sizes = Geometry(power(len(rows), 1), capacity, 1, capacity - 1)
+    request = requests.arrays([list(row) for row in rows], [option] * len(rows), [1] * len(rows), sizes)
+    decoder, params = Decoder(target.model, PLAIN, capacity), {"target": target.params, "draft": None}
+    return program(prefill_recorded, decoder, params, request).run(params, request)[1][: len(rows)]

@@ -22,12 +22,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jetspec_jax import outcome
-from jetspec_jax.options import ConfigError, Option, SamplingConfig, TreeConfig, shown, table
+from jetspec_jax.options import DTYPES, ConfigError, Option, SamplingConfig, TreeConfig, shown, table
 
 SAMPLING, TREE = table(SamplingConfig), table(TreeConfig)
-DTYPE = Option(
-    "dtype", "choice", "Dtype of the weights. Default: the file's.", choices=("float32", "bfloat16", "float16")
-)
+DTYPE = Option("dtype", "choice", "Dtype of the weights. Default: the file's.", choices=DTYPES)
 BACKEND = Option(
     "backend", "choice",
     "What computes a layer (--attention is the same): pallas our kernels, the others XLA's with their attention. "

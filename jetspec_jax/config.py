@@ -1,19 +1,19 @@
 """Frozen, validated descriptions of targets and heads; those of trees and sampling come from `options.py`.
 
 Every class checks itself when it is made, so that a wrong value is refused with one line that names the option, the
-value and the valid range, before any array is touched. `ModelConfig` and `HeadConfig` read the `config.json` of a
-Hugging Face folder in its old and new spellings.
+value and the valid range, before any array is touched. `ModelConfig` reads the `config.json` of a Hugging Face folder
+in its old and new spellings; `stack` reads what a draft head says in the same words.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+from collections.abc import Mapping
 from typing import Any
 
+from jetspec_jax.fields import ConfigError, Fields, shown
 from jetspec_jax.layers.rope_scaling import RopeScaling
-from jetspec_jax.options import MIN_TEMPERATURE, ConfigError, SamplingConfig, TreeConfig
-from jetspec_jax.options import whole as _whole
+from jetspec_jax.options import MIN_TEMPERATURE, SamplingConfig, TreeConfig
 
 __all__ = [
     "MIN_TEMPERATURE",
@@ -23,9 +23,16 @@ __all__ = [
     "ModelConfig",
     "SamplingConfig",
     "TreeConfig",
-    "as_ids",
     "default_taps",
+    "named",
+    "refuse_unsupported",
+    "stack",
 ]  # fmt: skip
+
+MODEL_TYPES = ("qwen3", "qwen3_moe", "llama")
+# No model comes near these; a file that does would be looped over and allocated before anything else is noticed.
+MOST_LAYERS, MOST_SIZE, MOST_EXPERTS, MOST_TOKENS, MOST_POSITIONS = 1024, 1 << 20, 4096, 1 << 24, 1 << 30
+MOST_BLOCK = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,22 +83,22 @@ class ModelConfig:
         return self.rope_scaling.context_length(self.max_positions) if self.rope_scaling else self.max_positions
 
     @classmethod
-    def from_hf(cls, raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    def from_hf(cls, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
         """Reads a Hugging Face `config.json`; refuses what this package would compute wrongly, by name."""
-        model_type = raw.get("model_type")
-        if model_type not in ("qwen3", "qwen3_moe", "llama"):
-            raise ConfigError(f"{where}: model_type={model_type!r} is not supported; use qwen3, qwen3_moe or llama")
-        _refuse_unsupported(raw, where)
-        return _named(
+        fields = Fields(raw, where)
+        if fields.text("model_type", "") not in MODEL_TYPES:
+            raise fields.wrong("model_type", f"not supported; use {', '.join(MODEL_TYPES)}")
+        refuse_unsupported(fields)
+        sizes = stack(fields)
+        return named(
             where,
             cls,
-            model_type=model_type,
-            **_sizes(raw, where),
-            tie_embeddings=_flag(raw, "tie_word_embeddings", where),
-            qk_norm=model_type != "llama",
-            moe=_moe(raw, where) if model_type == "qwen3_moe" else None,
-            dtype=_dtype(raw, where),
-            eos_token_ids=as_ids(raw.get("eos_token_id"), where),
+            model_type=fields.text("model_type"),
+            **sizes,
+            tie_embeddings=fields.flag("tie_word_embeddings"),
+            qk_norm=fields.text("model_type") != "llama",
+            moe=_moe(fields) if fields.text("model_type") == "qwen3_moe" else None,
+            eos_token_ids=fields.ids("eos_token_id", sizes["vocab_size"]),
         )
 
 
@@ -117,14 +124,14 @@ class HeadConfig:
     dtype: str | None = None
     rope_scaling: RopeScaling | None = None
 
-    moe = None  # a head is dense; `models.qwen3.Layer` reads these two of any configuration
+    moe = None  # a head is dense; `models.layer.Layer` reads these two of any configuration
     qk_norm = True
 
     def __post_init__(self):
         _check_heads(self)
-        if self.block_size < 2:
+        if not 2 <= self.block_size <= MOST_BLOCK:
             raise ConfigError(
-                f"block_size={self.block_size}: a block is one anchor and at least one drafted slot, so >= 2"
+                f"block_size={self.block_size}: a block is one anchor and at least one drafted slot, 2..{MOST_BLOCK}"
             )
         if not self.tap_layers:
             raise ConfigError("target_layer_ids=[]: a head needs at least one tapped layer of the target")
@@ -152,53 +159,6 @@ class HeadConfig:
             ("num_target_layers", self.num_target_layers, target.num_layers),
         ]
         return [pair for pair in pairs if pair[1] != pair[2]]
-
-    @classmethod
-    def from_hf(cls, raw: dict[str, Any], where: str = "config.json", warn=lambda line: None) -> HeadConfig:
-        """Reads the published head format (`dflash_config`); both spellings of the causal flag are understood."""
-        if raw.get("model_type", "qwen3") != "qwen3":
-            raise ConfigError(f"{where}: model_type={raw['model_type']!r} is no draft head; heads are qwen3")
-        block = raw.get("dflash_config")
-        if not isinstance(block, dict):
-            raise ConfigError(
-                f"{where}: no dflash_config, so this is no JetSpec or DFlash head; is it the target's folder?"
-            )
-        _refuse_unsupported(raw, where)
-        target_hidden = block.get("target_hidden_size", raw.get("hidden_size"))
-        if target_hidden != raw.get("hidden_size"):
-            raise ConfigError(f"{where}: target_hidden_size={target_hidden} with an adapter is not supported")
-        flags = {key: block[key] for key in ("causal_head", "causal") if block.get(key) is not None}
-        for key, value in flags.items():
-            if not isinstance(value, bool):
-                raise ConfigError(f"{where}: dflash_config.{key} is {value!r}; give true or false")
-        if len(set(flags.values())) > 1:
-            raise ConfigError(
-                f"{where}: causal_head={flags['causal_head']} contradicts causal={flags['causal']}; keep one"
-            )
-        if not flags:
-            warn(f"{where}: neither causal_head nor causal is given; taking the head as bidirectional (DFlash)")
-        target_layers = _need(raw, "num_target_layers", where)
-        mask = block.get("mask_token_id")
-        if not _whole(mask):
-            raise ConfigError(
-                f"{where}: dflash_config.mask_token_id is {mask!r}; give the id of an unused embedding row"
-            )
-        taps = block.get("target_layer_ids")
-        if taps is not None and not (isinstance(taps, list) and all(_whole(tap) for tap in taps)):
-            raise ConfigError(f"{where}: dflash_config.target_layer_ids is {taps!r}; give a list of layers, 0-based")
-        sizes = _sizes(raw, where)
-        holder = next((h for h in (block, raw) if h.get("block_size") is not None), {"block_size": 16})
-        return _named(
-            where,
-            cls,
-            **sizes,
-            num_target_layers=target_layers,
-            block_size=_need(holder, "block_size", where),
-            mask_token_id=mask,
-            tap_layers=tuple(taps) if taps is not None else default_taps(target_layers, sizes["num_layers"]),
-            causal=next(iter(flags.values()), False),
-            dtype=_dtype(raw, where),
-        )
 
     def to_hf(self) -> dict[str, Any]:
         """The published `config.json` of this head, in the spelling of the official release."""
@@ -240,67 +200,57 @@ def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps))
 
 
-def as_ids(value: Any, where: str = "config.json") -> tuple[int, ...]:
-    """`eos_token_id` is a number, a list or null in the files."""
-    ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
-    if not all(_whole(i) for i in ids):
-        raise ConfigError(f"{where}: eos_token_id is {value!r}; a token id or a list of them is needed")
-    return tuple(ids)
+def stack(fields: Fields) -> dict[str, Any]:
+    """Returns what target and head have in common, dtype included, with the defaults of transformers' Qwen3."""
+    size = lambda key, default=None, most=MOST_SIZE: fields.whole(key, 1, most, default)
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    split = 128 if fields.text("model_type", "qwen3") == "qwen3" else max(hidden // heads, 1)
+    positions = size("max_position_embeddings", 32768, MOST_POSITIONS)
+    dtype = next((key for key in ("dtype", "torch_dtype") if fields.has(key)), None)  # new files, and old ones
+    return {
+        "vocab_size": size("vocab_size", most=MOST_TOKENS),
+        "hidden_size": hidden,
+        "num_layers": size("num_hidden_layers", most=MOST_LAYERS),
+        "num_heads": heads,
+        "num_kv_heads": size("num_key_value_heads", heads),
+        "head_dim": size("head_dim", split),
+        "intermediate_size": size("intermediate_size"),
+        "norm_eps": fields.real("rms_norm_eps", 1e-12, 1, 1e-6),
+        **_rope(fields, positions),
+        "max_positions": positions,
+        "dtype": fields.text(dtype) if dtype else None,
+    }
 
 
-def _flag(raw: dict[str, Any], key: str, where: str) -> bool:
-    value = raw.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise ConfigError(f"{where}: {key} is {value!r}; true or false is needed")
-    return bool(value)
-
-
-def _need(raw: dict[str, Any], key: str, where: str, default: int | None = None) -> int:
-    value = raw.get(key) if raw.get(key) is not None else default
-    if not _whole(value) or value < 1:
-        raise ConfigError(f"{where}: {key} is {value!r}; a whole number >= 1 is needed")
-    return value
-
-
-def _real(value: Any, key: str, where: str) -> float:
-    if not (_whole(value) or isinstance(value, float)) or not 0 < value < math.inf:
-        raise ConfigError(f"{where}: {key} is {value!r}; a number > 0 is needed")
-    return float(value)
-
-
-def _dtype(raw: dict[str, Any], where: str) -> str | None:
-    """New files say `dtype`, old ones `torch_dtype`."""
-    value = raw.get("dtype") or raw.get("torch_dtype")
-    if value is not None and not isinstance(value, str):
-        raise ConfigError(f"{where}: dtype is {value!r}; a name like 'bfloat16' is needed")
-    return value
-
-
-def _named(where: str, cls, **values):
-    """`cls(**values)`; what it refuses is said with the file's name."""
+def named(where: str, cls, **values):
+    """Returns `cls(**values)`; what it refuses is said with the file's name."""
     try:
         return cls(**values)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _sizes(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """What target and head have in common, with the defaults of transformers' Qwen3."""
-    hidden, heads = _need(raw, "hidden_size", where), _need(raw, "num_attention_heads", where)
-    split = 128 if raw.get("model_type", "qwen3") == "qwen3" else max(hidden // heads, 1)
-    positions = _need(raw, "max_position_embeddings", where, 32768)
-    return {
-        "vocab_size": _need(raw, "vocab_size", where),
-        "hidden_size": hidden,
-        "num_layers": _need(raw, "num_hidden_layers", where),
-        "num_heads": heads,
-        "num_kv_heads": _need(raw, "num_key_value_heads", where, heads),
-        "head_dim": _need(raw, "head_dim", where, split),
-        "intermediate_size": _need(raw, "intermediate_size", where),
-        "norm_eps": _real(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps", where),
-        **_rope(raw, where, positions),
-        "max_positions": positions,
-    }
+def refuse_unsupported(fields: Fields) -> None:
+    """Raises ConfigError for what target or head would compute otherwise than their file says."""
+    for key in ("attention_bias", "mlp_bias"):
+        if fields.flag(key):
+            raise fields.wrong(key, "not supported; Qwen3 and its heads have no biases")
+    fields.text("hidden_act", "silu", ("silu",))
+    window = fields.whole("sliding_window", 0, default=0)
+    if window and fields.flag("use_sliding_window", True):
+        raise fields.wrong("sliding_window", "only full attention is supported, in every layer")
+    fields.flag("use_sliding_window")
+    others = sorted(set(fields.texts("layer_types")) - {"full_attention"})
+    if others:
+        raise ConfigError(f"{fields.where}: layer_types has {shown(others)}; only full_attention is supported")
+    if fields.table("quantization_config").raw:
+        raise fields.wrong("quantization_config", "not supported; give an unquantised checkpoint")
+    _whole_heads(fields)
+
+
+def _whole_heads(fields: Fields) -> None:
+    if fields.real("partial_rotary_factor", 0, 1, 1.0) != 1:
+        raise fields.wrong("partial_rotary_factor", "not supported; RoPE turns whole heads")
 
 
 def _check_heads(c: ModelConfig | HeadConfig) -> None:
@@ -312,55 +262,35 @@ def _check_heads(c: ModelConfig | HeadConfig) -> None:
         raise ConfigError(f"head_dim={c.head_dim} must be even: RoPE rotates pairs of channels")
 
 
-def _rope(raw: dict[str, Any], where: str, max_positions: int) -> dict[str, Any]:
+def _rope(fields: Fields, max_positions: int) -> dict[str, Any]:
     """Old files say `rope_theta` and `rope_scaling`, new ones `rope_parameters`; the new spelling wins."""
-    theta, scaling = raw.get("rope_theta"), None
+    theta, scaling = fields.real("rope_theta", 1e-9, 1e30, 10000.0), None
     for key in ("rope_scaling", "rope_parameters"):
-        rope = raw.get(key) or {}
-        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-            raise ConfigError(f"{where}: {key} is {rope!r}; one set of parameters for all layers is needed")
-        if rope.get("partial_rotary_factor", 1) != 1:
-            raise ConfigError(f"{where}: {key}: partial_rotary_factor={rope['partial_rotary_factor']} is not supported")
+        rope = fields.table(key)
+        if any(isinstance(value, Mapping) for value in rope.raw.values()):
+            raise fields.wrong(key, "one set of parameters for all layers is needed")
+        _whole_heads(rope)
         try:
             scaling = RopeScaling.from_hf(rope, max_positions) or scaling
-        except ValueError as error:
-            raise ConfigError(f"{where}: {key}: {error}") from None
-        theta = rope.get("rope_theta", theta)
-    return {
-        "rope_theta": _real(10000.0 if theta is None else theta, "rope_theta", where),
-        "rope_scaling": scaling,
-    }
+        except ConfigError:
+            raise
+        except ValueError as error:  # values that do not go together
+            raise ConfigError(f"{fields.where}: {key}: {error}") from None
+        theta = rope.real("rope_theta", 1e-9, 1e30, theta)
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def _moe(raw: dict[str, Any], where: str) -> MoEConfig:
-    layers, step = _need(raw, "num_hidden_layers", where), _need(raw, "decoder_sparse_step", where, 1)
-    dense = raw.get("mlp_only_layers") or []
-    if not (isinstance(dense, list) and all(_whole(i) for i in dense)):
-        raise ConfigError(f"{where}: mlp_only_layers is {dense!r}; give a list of layers, 0-based")
-    key = next((k for k in ("num_experts", "num_local_experts") if raw.get(k) is not None), None)
-    if key is None:
-        raise ConfigError(f"{where}: neither num_experts nor num_local_experts is given")
-    return _named(
-        where,
+def _moe(fields: Fields) -> MoEConfig:
+    layers = fields.whole("num_hidden_layers", 1, MOST_LAYERS)
+    step = fields.whole("decoder_sparse_step", 1, MOST_LAYERS, 1)
+    dense = fields.wholes("mlp_only_layers", 0, layers - 1)
+    experts = "num_experts" if fields.has("num_experts") or not fields.has("num_local_experts") else "num_local_experts"
+    return named(
+        fields.where,
         MoEConfig,
-        num_experts=_need(raw, key, where),
-        experts_per_token=_need(raw, "num_experts_per_tok", where),
-        intermediate_size=_need(raw, "moe_intermediate_size", where),
-        normalize_top_k=bool(raw.get("norm_topk_prob", False)),
+        num_experts=fields.whole(experts, 1, MOST_EXPERTS),
+        experts_per_token=fields.whole("num_experts_per_tok", 1, MOST_EXPERTS),
+        intermediate_size=fields.whole("moe_intermediate_size", 1, MOST_SIZE),
+        normalize_top_k=fields.flag("norm_topk_prob"),
         sparse_layers=tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0),
     )
-
-
-def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
-    for key in ("attention_bias", "mlp_bias"):
-        if raw.get(key):
-            raise ConfigError(f"{where}: {key}=true is not supported; Qwen3 and its heads have no biases")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"{where}: hidden_act={raw['hidden_act']!r} is not supported; only silu is")
-    windowed = raw.get("use_sliding_window", raw.get("sliding_window") is not None)
-    kinds = any(kind != "full_attention" for kind in raw.get("layer_types") or ())
-    if kinds or (windowed and raw.get("sliding_window")):
-        named = f"layer_types={sorted(set(raw['layer_types']))}" if kinds else f"sliding_window={raw['sliding_window']}"
-        raise ConfigError(f"{where}: {named}: only full attention is supported, in every layer")
-    if raw.get("quantization_config"):
-        raise ConfigError(f"{where}: quantization_config is not supported; give an unquantised checkpoint")

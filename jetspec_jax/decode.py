@@ -118,14 +118,14 @@ LINE = command.Line(
 def main(argv: Sequence[str]) -> int:
     """Parses, decodes, prints; returns the exit status."""
     args = LINE.parse(argv)
-    from jetspec_jax.files import programs
+    from jetspec_jax.files import xla
 
     try:
         if args.xla_flags == "print":
-            print(*programs.tested_flags(), sep="\n")
+            print(*xla.tested_flags(), sep="\n")
             return 0
         if args.xla_flags == "tested":
-            programs.apply_flags()
+            xla.apply_flags()
     except ConfigError as error:
         raise UsageError(f"--{error}") from None
     _check(args)

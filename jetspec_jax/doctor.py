@@ -27,9 +27,11 @@ import numpy as np
 
 from jetspec_jax import command, speculate
 from jetspec_jax.config import ConfigError, HeadConfig, SamplingConfig, TreeConfig, default_taps
+from jetspec_jax.drafts import families
 from jetspec_jax.evals import probe
 from jetspec_jax.files import checkpoint, load, pair
 from jetspec_jax.files import prompts as prompt_files
+from jetspec_jax.files import text as files_text
 from jetspec_jax.options import Option
 
 BUDGET = 16
@@ -83,7 +85,7 @@ def compare(target, config: HeadConfig, metadata: dict[str, Any]) -> list[Findin
         say("fingerprint", "ok", stored)
     else:
         say("fingerprint", "note", f"trained for files with {stored}, these have {target.fingerprint}")
-    for line in pair.oddities(config, metadata):
+    for line in pair.oddities(config, metadata).values():
         say("jetspec.json", "note", line)
     return found
 
@@ -203,9 +205,12 @@ def examine(
     figures: dict[str, Any] = {}
     try:
         warnings: list[str] = []
-        config = HeadConfig.from_hf(checkpoint.read_json(where), str(where), warnings.append)
+        raw = files_text.read_json(where)
+        family = families.of_config(raw, str(where))
+        assert family.config is not None  # it has files
+        config = family.config(raw, str(where), warnings.append)
         meta = path / checkpoint.HEAD_META
-        findings += compare(target, config, checkpoint.read_json(meta) if meta.is_file() else {})
+        findings += compare(target, config, files_text.read_json(meta) if meta.is_file() else {})
         findings += [Finding("config", "note", line) for line in warnings]
         head = load.load_head(head_source, target)
     except ConfigError as error:

@@ -113,12 +113,11 @@ class Fields:
         """Returns a list of tables, () where it is absent."""
         return self._list(key, "a list of objects", lambda x: isinstance(x, Mapping))
 
-    def ids(self, key: str) -> tuple[int, ...]:
-        """Returns token ids where one or a list of them may stand, () where it is absent."""
-        value = self.raw.get(key)
-        if whole(value) and 0 <= value <= TOKEN:
-            return (int(value),)
-        return self._list(key, "a token id or a list of them", lambda x: whole(x) and 0 <= x <= TOKEN)
+    def ids(self, key: str, tokens: int = TOKEN + 1) -> tuple[int, ...]:
+        """Returns ids of a vocabulary of `tokens`, where one or a list of them may stand; () where it is absent."""
+        value: Any = self.raw.get(key)
+        right = lambda x: whole(x) and 0 <= x < tokens
+        return (int(value),) if right(value) else self._list(key, f"a token id in 0..{tokens - 1}, or a list,", right)
 
     def table(self, key: str) -> Fields:
         """Returns the table under a key, an empty one where it is absent."""

@@ -16,6 +16,7 @@ from typing import Any
 from jetspec_jax.fields import ConfigError, real, shown, whole
 
 TREE_BUILDERS = ("best_first", "accum_logp")
+DTYPES = ("float32", "bfloat16", "float16")  # that weights may have
 MIN_TEMPERATURE = 1e-4  # anything colder is greedy
 MAX_BUDGET = 1024  # a tree's mask and search grow with its square
 SHARPNESS = 0.85  # by measurement on the demo pair (docs/measurements.md), together with sampling.NOISE_SHARE

@@ -23,9 +23,9 @@ def main(argv: Sequence[str]) -> int:
         config.check_files()
     except (ConfigError, OSError) as error:
         raise command.UsageError(str(error)) from None
-    from jetspec_jax.files import programs
+    from jetspec_jax.files import xla
     from jetspec_jax.training import pipeline
 
-    programs.check_device()
+    xla.check_device()
     pipeline.run(config, workdir, log=lambda line: print(line, file=sys.stderr, flush=True))
     return 0

@@ -67,13 +67,26 @@ def test_long_prefix_is_read_in_chunks(extra):
         tiny.close(got, naive(q, fresh, mask, prefix, lengths))
 
 
-def test_what_lies_behind_the_length_has_no_influence():
-    q, fresh, prefix = inputs(2, 3, attention.CHUNK + 9, 1, 1, 4)
-    lengths = jnp.array([2, attention.CHUNK + 1])
-    behind = jnp.arange(attention.CHUNK + 9) >= lengths[:, None]
-    loud = tuple(jnp.where(behind[:, None, :, None], 1e4, x) for x in prefix)
-    mask = masks.causal(3)
-    assert (attend(q, fresh, mask, prefix, lengths) == attend(q, fresh, mask, loud, lengths)).all()
+@pytest.mark.parametrize("slots,lengths", [(17, [2, 16]), (attention.CHUNK + 476, [2, attention.CHUNK + 1])])
+def test_what_a_query_does_not_see_has_no_influence(slots, lengths):
+    """Numbers, NaN and inf, in keys and in values: after the length of a short and of a long buffer, and in fresh rows
+    that the mask hides. What a query does see tells, in keys and in values of the prefix."""
+    q, fresh, prefix = inputs(2, 3, slots, 1, 2, 4)
+    mask, lengths = masks.causal(3), jnp.array(lengths)
+    after = (jnp.arange(slots) >= lengths[:, None])[:, None, :, None]
+    hidden = (jnp.arange(3) > 1)[:, None]  # of the first two queries
+    clean = attend(q, fresh, mask, prefix, lengths)
+    for value in (1e4, jnp.nan, jnp.inf):
+        for spoiled in ((True, False), (False, True)):
+            spoil = lambda pair, where, value=value, spoiled=spoiled: tuple(
+                jnp.where(where & s, value, x) for s, x in zip(spoiled, pair, strict=True)
+            )
+            got = attend(q, fresh, mask, spoil(prefix, after), lengths)
+            assert (got == clean).all()
+            got = attend(q, spoil(fresh, hidden), mask, spoil(prefix, after), lengths)
+            assert (got[:, :2] == clean[:, :2]).all()
+            if value is jnp.nan:
+                assert jnp.isnan(attend(q, fresh, mask, spoil(prefix, ~after), lengths)).all()
 
 
 def test_large_scores_do_not_overflow():

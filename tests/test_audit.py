@@ -33,8 +33,8 @@ class Faulty:
         return self.inner.vocab_size
 
     @property
-    def ops(self):
-        return self.inner.ops
+    def backend(self):
+        return self.inner.backend
 
     def forward(self, params, tokens, positions, mask, cache=None, length=None, taps=()):
         tree = cache is not None and tokens.shape[1] > 1

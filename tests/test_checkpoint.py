@@ -14,8 +14,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig
-from jetspec_jax.drafts import block
-from jetspec_jax.files import checkpoint, load
+from jetspec_jax.drafts import block, block_files
+from jetspec_jax.fields import shown
+from jetspec_jax.files import checkpoint, load, text
+from jetspec_jax.models import names as published_names
 from jetspec_jax.models import qwen3
 
 REFERENCE = pathlib.Path(__file__).parent / "fixtures" / "reference"
@@ -172,7 +174,7 @@ class TestShards:
         file = file.format(root=tmp_path) if isinstance(file, str) else file
         index["weight_map"]["model.norm.weight"] = file
         (sharded / checkpoint.INDEX).write_text(json.dumps(index))
-        refused(sharded, checkpoint.INDEX, repr(file), "of this folder")
+        refused(sharded, checkpoint.INDEX, shown(file), "of this folder")
 
     def test_an_index_that_names_the_wrong_shard(self, sharded):
         index = json.loads((sharded / checkpoint.INDEX).read_text())
@@ -215,9 +217,44 @@ class TestBrokenFiles:
         (single / "training_state.pt").write_bytes(b"no pickle at all")
         load.load_target(single)
 
-    def test_no_weights_at_all(self, single):
+    @pytest.mark.parametrize(
+        "instead, words",
+        [(None, ""), ("model.Q4_0.gguf", "model.Q4_0.gguf is there: name the file itself"),
+         ("model-00001-of-00002.safetensors", "but no index that says what it holds")],
+    )  # fmt: skip
+    def test_no_weights_of_the_usual_names(self, single, instead, words):
         (single / "model.safetensors").unlink()
-        refused(single, str(single), checkpoint.SINGLE, checkpoint.INDEX)
+        if instead:
+            (single / instead).write_bytes(b"")
+        refused(single, str(single), checkpoint.SINGLE, checkpoint.INDEX, words)
+
+    def test_a_stale_index_beside_a_whole_file(self, single):
+        index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+        (single / checkpoint.INDEX).write_text(json.dumps(index))
+        refused(single, "no such file", "model.safetensors is there: delete the index if it is a stale one")
+
+    def test_packed_experts_are_said(self, tmp_path):
+        folder = pathlib.Path(shutil.copytree(REFERENCE / "qwen3_moe", tmp_path / "moe"))
+        path = folder / "model.safetensors"
+        apart = {n: x for n, x in load_file(path).items() if ".mlp.experts." not in n}
+        packed = {f"model.layers.{i}.mlp.experts.gate_up_proj": np.zeros((8, 32, 48), np.float32) for i in (0, 2)}
+        save_file(apart | packed, path)
+        refused(folder, "tensors are missing", "packed into model.layers.0.mlp.experts.gate_up_proj", "expert apart")
+
+    def test_tensors_of_other_names_are_said(self, single):
+        tensors = tensors_of(single)
+        copy(single, {n.replace("mlp", "ffn"): x for n, x in tensors.items()})
+        refused(single, "9 tensors are missing", "there are others instead: model.layers.0.ffn.down_proj.weight")
+        copy(single, {f"language_model.{n}": x for n, x in tensors.items()})
+        refused(single, "begins with model.layers.", "there are: language_model.lm_head.weight")
+
+    def test_a_file_that_may_not_be_read(self, single, monkeypatch):
+        def deny(path, *_):
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(text.os, "open", deny)
+        with pytest.raises(ConfigError, match=r"model\.safetensors: cannot be read \(Permission denied\)"):
+            checkpoint.Folder(single)
 
 
 def target_in(dtype, kind):
@@ -248,10 +285,10 @@ class TestExport:
         checkpoint.save_head(tmp_path / "head", HEAD, params, {"thinking": False})
         raw = json.loads((tmp_path / "head" / "config.json").read_text())
         assert raw["dtype"] == np.dtype(dtype).name
-        again = HeadConfig.from_hf(raw)
+        again = block_files.config(raw, "head")
         assert dataclasses.replace(again, dtype=None) == HEAD
         read = checkpoint.assemble(
-            checkpoint.Folder(tmp_path / "head"), checkpoint.head_fusions(again), block.build(again, dtype)[1], "head"
+            checkpoint.Folder(tmp_path / "head"), block_files.names(again), block.build(again, dtype)[1], "head"
         )
         same(params, read)
         assert json.loads((tmp_path / "head" / "jetspec.json").read_text()) == {"thinking": False}
@@ -338,9 +375,18 @@ class TestSave:
         assert (tmp_path / "link").is_symlink()
         assert (tmp_path / "real" / "config.json").is_file()
 
-    def test_others_may_read_it(self, tmp_path):
-        self.save(tmp_path / "head", 1)
-        assert os.stat(tmp_path / "head").st_mode & 0o055 == 0o055
+    @pytest.mark.parametrize(
+        "umask, folder, file", [(0o022, 0o755, 0o644), (0o077, 0o700, 0o600), (0o002, 0o775, 0o664)]
+    )
+    def test_the_users_umask_says_who_may_read_it(self, tmp_path, umask, folder, file):
+        before = os.umask(umask)
+        try:
+            self.save(tmp_path / "head", 1)
+        finally:
+            os.umask(before)
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "head").iterdir()}
+        assert set(modes.values()) == {file} and len(modes) == 3, modes
+        assert (tmp_path / "head").stat().st_mode & 0o777 == folder
 
 
 def published(**changes) -> HeadConfig:
@@ -367,8 +413,8 @@ class TestPublishedHeads:
         assert self.count(published(**changes, num_target_layers=48, tap_layers=taps)) == 473_995_264
 
     def test_names_of_the_8b_head(self):
-        leaf = lambda x: isinstance(x, checkpoint.Fusion)
-        fusions = jax.tree.leaves(checkpoint.head_fusions(published()), is_leaf=leaf)
+        leaf = lambda x: isinstance(x, published_names.Fusion)
+        fusions = jax.tree.leaves(block_files.names(published()), is_leaf=leaf)
         names = [name for fusion in fusions for name in fusion.names()]
         layer = ["input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
         layer += [f"self_attn.{x}" for x in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
@@ -403,6 +449,6 @@ class TestPublishedHeads:
         config, seen = published(), []
         shapes = block.build(config, ml_dtypes.bfloat16)[1]
         with pytest.raises(KeyboardInterrupt):
-            checkpoint.assemble(table, checkpoint.head_fusions(config), shapes, "head", seen.append)
+            checkpoint.assemble(table, block_files.names(config), shapes, "head", seen.append)
         assert len(asked) == 1  # all shapes were right
         assert seen == []

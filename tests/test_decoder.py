@@ -12,7 +12,9 @@ import tiny
 from jetspec_jax import speculate
 from jetspec_jax.config import SamplingConfig, TreeConfig
 from jetspec_jax.layers import masks
-from jetspec_jax.loop.decoder import LENGTH, NONFINITE, RUNNING, STOP, Decoder
+from jetspec_jax.loop.decoder import Decoder
+from jetspec_jax.loop.plain import PLAIN
+from jetspec_jax.loop.state import LENGTH, NONFINITE, RUNNING, STOP
 
 CAPACITY, DEPTH, ROWS = 48, 4, 32  # width 2: the whole tree has 31 nodes, so every forced path is in it
 PROMPTS = [[1], [2, 3], [4, 5, 6, 7, 8], [9, 8, 7, 6, 5, 4, 3, 2]]
@@ -21,7 +23,7 @@ LIMITS = [35, 20, 7, 1]
 BRANCHES = [[1, 0, 1, 1], [0, 1, 1, -1], [1, 1, 1, 1], [-1, 0, 0, 0], [0, 1, -1, 0], [1, -1, 0, 0], [0, 1, 0, 1]]
 KINDS = [("dense", True), ("moe", False)]
 STUB = tiny.hash_target()
-STUB_TREE = Decoder(STUB.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB), ROWS, CAPACITY, "accum_logp", 2)
+STUB_TREE = tiny.loop(STUB.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB), ROWS, CAPACITY, "accum_logp", 2)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -36,7 +38,7 @@ def plain_run(model, taps, params, tokens):
 def whole_context(draft, params, features):
     """Draft K/V of whole rows, recomputed at once."""
     empty = draft.init(params, features.shape[0], CAPACITY)
-    return draft.prefill(params, empty, features, jnp.zeros(features.shape[0], jnp.int32)).context
+    return draft.extend(params, empty, tiny.seen(features, 0), tiny.NO_ENDS).context
 
 
 def history(loaded, static, draft_params, asked, most=40):
@@ -44,7 +46,7 @@ def history(loaded, static, draft_params, asked, most=40):
     params = {"target": loaded.params, "draft": draft_params}
     states, done = [tiny.prefill(static, params, asked)], []
     while not bool(jax.device_get(states[-1].reason != RUNNING).all()):
-        state, what = tiny.traced_step(static, params, states[-1])
+        state, what = tiny.step_recorded(static, params, states[-1])
         states.append(state)
         done.append(what)
         assert len(done) < most
@@ -58,7 +60,7 @@ def real_history(kind, causal):
     end = tiny.outputs(tiny.plain(loaded, asked))[1][6]
     asked = asked._replace(eos=asked.eos.at[1, 0].set(end))  # the second row ends before its limit
     answers = tiny.plain(loaded, asked)
-    static = Decoder(loaded.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB, head.draft), ROWS, CAPACITY, "best_first", 2)
+    static = tiny.loop(loaded.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB, head.draft), ROWS, CAPACITY, "best_first", 2)
     states, done = history(loaded, static, tiny.coached(answers.tokens, BRANCHES, head.params), asked)
     assert tiny.outputs(states[-1]) == tiny.outputs(answers)
     return loaded, head, states, done
@@ -174,7 +176,7 @@ def test_non_finite_logits_end_the_row(value, at):
     prompt = [1, 2]
     free, params = spoiled(value, at, prompt)
     asked = tiny.request([prompt, [7], [8], [9]], [30, 30, 30, 0], temperature=[0, 0, 1.0, 0])
-    plain = tiny.decode(Decoder(STUB.model, None, 1, CAPACITY), {"target": params, "draft": None}, asked)
+    plain = tiny.decode(Decoder(STUB.model, PLAIN, CAPACITY), {"target": params, "draft": None}, asked)
     draft = tiny.coached([[*prompt, *free, *[0] * 9]], [0] * 4)
     state = tiny.decode(STUB_TREE, {"target": params, "draft": draft}, asked)
     assert plain.reason[0] == state.reason[0] == NONFINITE
@@ -208,7 +210,7 @@ def test_a_broken_branch_costs_no_output():
     answers = tiny.plain(loaded, asked)
     unused = next(t for t in range(1, tiny.VOCAB) if not (answers.tokens == t).any())
     params = loaded.params | {"embedding": loaded.params["embedding"].at[unused].set(jnp.nan)}
-    static = Decoder(loaded.model, tiny.TableDraft(DEPTH), 8, CAPACITY, "best_first", 2)
+    static = tiny.loop(loaded.model, tiny.TableDraft(DEPTH), 8, CAPACITY, "best_first", 2)
     logits = jnp.zeros((DEPTH, tiny.VOCAB)).at[:, unused].set(5.0)
     state = tiny.decode(static, {"target": params, "draft": {"logits": logits}}, asked)
     assert tiny.outputs(state) == tiny.outputs(answers)

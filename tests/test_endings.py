@@ -111,12 +111,12 @@ def test_stop_strings_anywhere(start, size):
 def test_a_row_that_has_been_cut_is_consistent():
     """Length, reason and rounds of the state itself; the mate without a stop string goes on to its limit."""
     options = [SamplingConfig(40, stop=TEXT[9:12]), SamplingConfig(40), SamplingConfig(40, stop="never so")]
-    flight = speculate.start(LOADED, drafted(), [PROMPT] * 3, TreeConfig(8), options)
-    while not flight.over():
-        flight.advance(3)
+    engine = speculate.start(LOADED, drafted(), [PROMPT] * 3, TreeConfig(8), options)
+    while not engine.over():
+        engine.advance(3)
     kept = by_hand(FREE.token_ids, [TEXT[9:12]], False, 0)[0]
-    assert flight.state.length.tolist()[:3] == [3 + kept, 43, 43]
-    first, second, third = flight.results()
+    assert engine.state.length.tolist()[:3] == [3 + kept, 43, 43]
+    first, second, third = engine.results()
     assert first.finish_reason == "stop" and second.finish_reason == third.finish_reason == "length"
     assert second.token_ids == third.token_ids == FREE.token_ids[:40] and third.stopped_by is None
     alone = speculate.generate(LOADED, drafted(), PROMPT, TreeConfig(8), options[0])

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file, save_file
 
 from jetspec_jax.config import ConfigError
-from jetspec_jax.files import demo, load, programs, tokenizer
+from jetspec_jax.files import cache_folder, demo, load, tokenizer
 from jetspec_jax.files.gguf_file import GGUF
 
 LLAMA = pathlib.Path(__file__).parent / "fixtures" / "reference" / "llama"
@@ -54,8 +54,9 @@ def byte_level_vocabulary() -> list[str]:
 
 
 def write(
-    path, source=LLAMA, quantised=None, fields=(), extra=(), vocabulary=None, kinds=True, merges=MERGES, alignment=None
-):
+    path, source=LLAMA, quantised=None, fields=(), extra=(), vocabulary=None, kinds=True, merges=MERGES, alignment=None,
+    types=SPECIAL, eos=2,
+):  # fmt: skip
     """The checkpoint `source` as a GGUF file; `quantised` picks the type of a tensor by its published name."""
     raw = json.loads((source / "config.json").read_text())
     arch = raw["model_type"]
@@ -73,18 +74,20 @@ def write(
     writer.add_rope_freq_base(raw["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
     for key, value in fields:
-        (writer.add_string if isinstance(value, str) else writer.add_float32 if isinstance(value, float)
-         else writer.add_uint32)(key, value)  # fmt: skip
+        kind = next(kind for kind in (str, bool, float, int) if isinstance(value, kind))
+        {str: writer.add_string, bool: writer.add_bool, float: writer.add_float32, int: writer.add_uint32}[kind](
+            key, value
+        )
     if vocabulary is not None:
         writer.add_tokenizer_model("gpt2")
         if "tokenizer.ggml.pre" not in dict(fields):
             writer.add_tokenizer_pre("smollm")
         writer.add_token_list(vocabulary)
         if kinds:
-            writer.add_token_types([SPECIAL.get(t, 1) for t in vocabulary])
+            writer.add_token_types([types.get(t, 1) for t in vocabulary])
         if merges is not None:
             writer.add_token_merges(merges)
-        writer.add_eos_token_id(2)
+        writer.add_eos_token_id(eos)
         writer.add_chat_template(TEMPLATE)
     tensors = {n: x for file in source.glob("*.safetensors") for n, x in load_file(file).items()}
     for name, x in [*tensors.items(), *extra]:
@@ -160,9 +163,8 @@ def test_contents_are_those_of_the_packages_reader(tmp_path):
     ours, theirs = GGUF(path), gguf.GGUFReader(path)
     for key, field in theirs.fields.items():
         if not key.startswith("GGUF."):
-            assert ours.get(key) == field.contents()
+            assert ours.fields.raw[key] == field.contents()
     assert len(ours.shapes) == len(theirs.tensors)
-    assert ours.get("no.such.key", 3) == 3
 
 
 class TestTokenizer:
@@ -181,6 +183,31 @@ class TestTokenizer:
 
     def test_end_tokens(self, tmp_path):
         assert self.read(tmp_path).eos == (0, 2)  # <|im_end|>, which the file names, and <|endoftext|>
+
+    @pytest.mark.parametrize("key", ["eot", "eom"])
+    @pytest.mark.parametrize("kinds", [True, False])
+    def test_the_end_of_a_turn_has_a_key_of_its_own(self, tmp_path, key, kinds):
+        """Whatever the token is and whatever its type: here a plain letter."""
+        end = byte_level_vocabulary().index("Z")
+        target = self.read(tmp_path, fields=[(f"tokenizer.ggml.{key}_token_id", end)], kinds=kinds)
+        assert end in target.eos and 2 in target.eos
+        assert target.tokenizer.decode([end, 4]) == target.tokenizer.decode([4])
+
+    @pytest.mark.parametrize("kind", [1, 3, 4])
+    def test_end_marks_end_a_turn_whatever_type_they_have(self, tmp_path, kind):
+        types = SPECIAL | {"<|im_end|>": kind, "<|endoftext|>": kind}
+        target = self.read(tmp_path, types=types, eos=byte_level_vocabulary().index("Z"))
+        assert {0, 2} <= set(target.eos)
+        ids = target.tokenizer.encode("he<|im_end|>")
+        assert ids[-1] == 2 and target.tokenizer.decode(ids) == "he"
+
+    def test_a_begin_token_where_the_file_asks_for_one(self, tmp_path):
+        fields = [("tokenizer.ggml.bos_token_id", 0)]
+        for asked, first in ((True, [0]), (False, [])):
+            tok = self.read(tmp_path, fields=[*fields, ("tokenizer.ggml.add_bos_token", asked)]).tokenizer
+            plain = tok.encode("hello")
+            assert tok.encode("hello", begin=True) == first + plain
+            assert tok.encode_chat([{"role": "user", "content": "hello"}]) == [1, *plain, 2]
 
     def test_user_defined_tokens_are_matched_whole_and_shown(self, tmp_path):
         tok = self.read(tmp_path).tokenizer
@@ -293,7 +320,7 @@ class TestRefusals:
 
 
 def real_file() -> pathlib.Path:
-    return programs.cache_folder() / pathlib.PurePosixPath(demo.MEMBER).name
+    return cache_folder.path() / pathlib.PurePosixPath(demo.MEMBER).name
 
 
 @pytest.mark.slow
@@ -306,7 +333,7 @@ def test_the_demo_target():
     tok = tokenizer.from_gguf(file)
     ids = tok.encode_chat([{"role": "user", "content": "Why is the sky blue? 2024 é世😀"}])
     assert "Why is the sky blue? 2024 é世😀" in tok.decode(ids)
-    assert tokenizer.end_tokens(file) == (0, 2)
+    assert tokenizer.end_tokens(file, 49152) == (0, 2)
 
 
 @pytest.mark.slow

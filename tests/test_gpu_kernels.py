@@ -9,19 +9,23 @@ import numpy as np
 import pytest
 import tiny
 
-from jetspec_jax.backends import ops
+from jetspec_jax.backends import choose, hopper, tpu
+from jetspec_jax.backends.cudnn import CuDNN
+from jetspec_jax.backends.hopper import Hopper
 from jetspec_jax.backends.kernels import gpu_attention, gpu_layer, gpu_loop
-from jetspec_jax.backends.ops import XLA, Ops
+from jetspec_jax.backends.tpu import TPU
+from jetspec_jax.backends.xla import PLAIN_XLA, XLA
 from jetspec_jax.config import ConfigError
 from jetspec_jax.drafts import block
 from jetspec_jax.layers import attention, masks, rope
 from jetspec_jax.layers import cache as kv_cache
-from jetspec_jax.loop import decoder, tree
+from jetspec_jax.loop import tree
+from jetspec_jax.loop.plain import PLAIN
 from jetspec_jax.models import qwen3
 
 HOW = pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-PALLAS = Ops("pallas")
+PALLAS = Hopper()
 
 
 def near(actual, wanted, dtype):
@@ -100,8 +104,8 @@ def test_matrix_products(sizes, dtype, interpret):
     h, w, gate_up = x(rows, inner), x(inner, columns) / 8, x(inner, 2, columns) / 8
     parts = gpu_layer.matmul(h, w, interpret)
     assert parts.dtype == jnp.float32
-    near(parts.sum(0).astype(dtype), XLA.matmul(h[None], w)[0], dtype)
-    near(gpu_layer.swiglu(h, gate_up, interpret), XLA.swiglu(h[None], gate_up)[0], dtype)
+    near(parts.sum(0).astype(dtype), PLAIN_XLA.matmul(h[None], w)[0], dtype)
+    near(gpu_layer.swiglu(h, gate_up, interpret), PLAIN_XLA.swiglu(h[None], gate_up)[0], dtype)
 
 
 # Of Qwen3-8B: rows, inner, columns; too slow for the interpreter.
@@ -116,11 +120,11 @@ GLUS_8B = [(rows, 4096, 12288) for rows in (1, 16, 32, 64)]
 def test_the_sizes_of_qwen3_8b_reach_every_tile_that_it_decodes_with():
     """Every row count up to where XLA takes over."""
     tiles = lambda rule, sizes: {rule(*size) for size in sizes}
-    most = lambda inner, columns: ops.FEW if inner > columns else 2 * ops.FEW
+    most = lambda inner, columns: hopper.FEW if inner > columns else 2 * hopper.FEW
     asked = [(n, *shape) for shape in {s[1:] for s in PRODUCTS_8B} for n in range(1, most(*shape) + 1)]
     assert tiles(gpu_layer.tile, PRODUCTS_8B) == tiles(gpu_layer.tile, asked)
     assert len({(t.columns, t.depth, t.warps, t.stages) for t in tiles(gpu_layer.tile, asked)}) == 4  # its branches
-    asked = [(n, 4096, 12288) for n in range(1, ops.NARROW + 1)]
+    asked = [(n, 4096, 12288) for n in range(1, hopper.NARROW + 1)]
     assert tiles(gpu_layer.glu_tile, GLUS_8B) == tiles(gpu_layer.glu_tile, asked)
 
 
@@ -170,7 +174,7 @@ def test_add_norm(dtype, interpret):
     x = normal(5, dtype)
     h, weight, parts = x(7, 576), x(576), normal(6, jnp.float32)(3, 7, 576)
     for product, plain in ((parts, parts.sum(0).astype(dtype)[None]), (None, None)):
-        wanted = (y[0] for y in XLA.add_norm(h[None], plain, weight, 1e-6))
+        wanted = (y[0] for y in PLAIN_XLA.add_norm(h[None], plain, weight, 1e-6))
         near(gpu_layer.add_norm(h, product, weight, 1e-6, interpret), tuple(wanted), dtype)
 
 
@@ -186,8 +190,8 @@ def test_heads(kv_heads, groups, dim, normed, dtype, interpret):
     split = parts.reshape(*parts.shape[:3], kv_heads, -1)
     q, *kv = gpu_layer.heads(split, norms, angles, 1e-6, dtype, interpret)
     q = q.reshape(2, kv_heads, 5, groups, dim).swapaxes(1, 2).reshape(2, 5, -1, dim)
-    shape = (kv_heads, groups + 2, dim)
-    near((q, *kv), XLA.heads(parts.sum(0).astype(dtype), shape, norms, angles, 1e-6, dtype), dtype)
+    shape = (groups + 2, dim)
+    near((q, *kv), PLAIN_XLA.heads(parts.sum(0).astype(dtype), shape, norms, angles, 1e-6, dtype), dtype)
 
 
 @HOW
@@ -212,7 +216,7 @@ def test_grow_with_equal_scores(interpret):
 def check_grow(logp, token, rows, interpret):
     logp, token = jnp.asarray(logp, jnp.float32), jnp.asarray(token, jnp.int32)
     got = gpu_loop.grow(logp, token, rows, interpret)
-    wanted = tree.grow("best_first", logp, token, rows)
+    wanted = tree.grow("best_first", tree.Candidates(token, logp[:, :, None]), rows)
     size = np.asarray(wanted[3])
     assert (np.asarray(got[3]) == size).all()
     for g, w in zip(got[:3], wanted[:3], strict=True):
@@ -237,11 +241,11 @@ WIDE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
 
 
 @functools.lru_cache(None)
-def wide_pair(kind: str, how: Ops):
+def wide_pair(kind: str, how: XLA):
     """A random pair whose sizes split into tiles."""
     model, shapes = qwen3.build(tiny.model_config(kind, **WIDE), jnp.float32, how)
     params = tiny.random_like(shapes, 3)
-    draft, head = block.build(tiny.head_config(True, **WIDE | {"num_heads": 4}), jnp.float32, ops=how)
+    draft, head = block.build(tiny.head_config(True, **WIDE | {"num_heads": 4}), jnp.float32, backend=how)
     return model, draft, {"target": params, "draft": tiny.random_like(head, 4)}
 
 
@@ -253,41 +257,41 @@ def test_lossless_in_f32(kind):
     """The pair with all kernels decodes what plain XLA decodes, speculatively and plainly: interpreted or on a GPU."""
     asked = tiny.request([[3, 1, 4, 1, 5], [9, 2]], 12, budget=[6, 4])
     wanted = None
-    for how, rows in ((XLA, 1), (PALLAS, 1), (PALLAS, 8)):
+    for how, rows in ((PLAIN_XLA, 1), (PALLAS, 1), (PALLAS, 8)):
         model, draft, params = wide_pair(kind, how)
-        draft = draft if rows > 1 else None
-        static = decoder.Decoder(model, draft, rows, 48)
-        got = tiny.outputs(tiny.decode(static, params if draft else params | {"draft": None}, asked))
+        static = tiny.loop(model, draft if rows > 1 else PLAIN, rows, 48)
+        got = tiny.outputs(tiny.decode(static, params, asked))
         wanted = wanted or got
         assert got == wanted, (how, rows)
 
 
 def test_a_tpu_gets_its_own_attention_and_no_other_kernel(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    monkeypatch.setattr(ops.tpu_attention, "attend", lambda q, *rest: jnp.zeros((1, 3, 4, 64)))
-    how = ops.resolve("pallas", "bfloat16", 128)
-    assert how == PALLAS and not how.kernels and ops.resolve("auto", "bfloat16", 128) == XLA
+    monkeypatch.setattr(tpu.tpu_attention, "attend", lambda q, *rest: jnp.zeros((1, 3, 4, 64)))
+    how = choose.resolve("pallas", "bfloat16", 128)
+    assert how == TPU() != PALLAS and choose.resolve("auto", "bfloat16", 128) == PLAIN_XLA
+    assert all(getattr(TPU, name) is getattr(XLA, name) for name in ("matmul", "add_norm", "heads", "commit", "grow"))
     x = normal(0, jnp.float32)
     q, fresh, mask = x(1, 3, 4, 64), (x(1, 2, 3, 64), x(1, 2, 3, 64)), masks.causal(3)
-    assert not Ops("pallas").attend(q, fresh, mask).any()
+    assert not how.attend(q, fresh, mask).any()
     odd = x(1, 2, 100, 64), x(1, 2, 100, 64)  # 100 slots are no whole tiles
     near(
-        Ops("pallas").attend(q, fresh, mask, odd, jnp.array([7])),
-        XLA.attend(q, fresh, mask, odd, jnp.array([7])),
+        how.attend(q, fresh, mask, odd, jnp.array([7])),
+        PLAIN_XLA.attend(q, fresh, mask, odd, jnp.array([7])),
         q.dtype,
     )
 
 
 def test_resolve():
-    assert ops.resolve("auto", "float32", 64) == XLA  # the CPU of this suite; f32 on a GPU too
-    assert ops.resolve("pallas", "float32", 128) == PALLAS
+    assert choose.resolve("auto", "float32", 64) == PLAIN_XLA  # the CPU of this suite; f32 on a GPU too
+    assert choose.resolve("pallas", "float32", 128) == PALLAS
     for choice, dtype, dim, message in [
-        ("flash", "float32", 64, "attention='flash'"),
+        ("flash", "float32", 64, "backend='flash'"),
         ("pallas", "float32", 80, "head_dim=80"),
         ("cudnn", "float32", 64, "16-bit"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            ops.resolve(choice, dtype, dim)
+            choose.resolve(choice, dtype, dim)
 
 
 @pytest.mark.gpu
@@ -298,7 +302,10 @@ def test_cudnn(slots):
     prefix = x(2, 2, slots, 128), x(2, 2, slots, 128)
     for lengths in ([0, slots], [1, slots // 2]):
         args = q, fresh, masks.causal(5), prefix, jnp.array(lengths)
-        near(attention.attend(*args, "cudnn"), attention.attend(*args), jnp.bfloat16)
+        near(CuDNN().attend(*args), PLAIN_XLA.attend(*args), jnp.bfloat16)
+        after = (jnp.arange(slots) >= args[-1][:, None])[:, None, :, None]
+        broken = tuple(jnp.where(after, jnp.nan, x) for x in prefix)
+        assert (CuDNN().attend(*args[:3], broken, args[-1]) == CuDNN().attend(*args)).all()
 
 
 def cuda_text(function, *shapes) -> str:

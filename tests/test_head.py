@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 from jetspec_jax.drafts import block
+from jetspec_jax.loop.contracts import Ends
 
 EMBED = jnp.asarray(np.random.default_rng(9).standard_normal((tiny.VOCAB, 16)), jnp.float32)
 FEATURES = jnp.asarray(np.random.default_rng(8).standard_normal((2, 14, 32)), jnp.float32)
@@ -21,12 +22,18 @@ CAPACITY = 24
 @functools.partial(jax.jit, static_argnums=0)
 def propose(draft, params, state, length):
     """Hidden states of the drafted slots instead of logits, and the state."""
-    return draft.propose(params, state, TOKENS, jnp.asarray(length), lambda t: EMBED[t], lambda hidden: hidden)
+    length = jnp.asarray(length)
+    anchor = jnp.take_along_axis(TOKENS, length[:, None] - 1, 1)[:, 0]
+    return draft.logits(params, state, anchor, length, Ends(lambda t: EMBED[t], lambda hidden: hidden))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def prefill(draft, params, features, length):
-    return draft.prefill(params, draft.init(params, 2, CAPACITY), features, jnp.asarray(length))
+    return draft.extend(params, draft.init(params, 2, CAPACITY), tiny.seen(features, jnp.asarray(length)), tiny.NO_ENDS)
+
+
+def keep(draft, params, state, rows, counts):
+    return draft.extend(params, state, tiny.seen(rows, counts, path=True), tiny.NO_ENDS)
 
 
 def reference(loaded, row: int, context: int, slots: int):
@@ -66,7 +73,7 @@ def test_context_over_rounds_equals_context_at_once(causal):
         rows = np.full((2, 5, 32), 50.0, np.float32)
         for b in range(2):
             rows[b, : counts[b]] = FEATURES[b, seen[b] : seen[b] + counts[b]]
-        state = draft.keep(state, jnp.asarray(rows), jnp.array(counts))
+        state = keep(draft, params, state, rows, counts)
         seen = seen + counts
     hidden, state = propose(draft, params, state, seen + 1)
     assert state.length.tolist() == seen.tolist() and state.count.tolist() == [0, 0]
@@ -118,11 +125,11 @@ def test_block_reads_the_anchor_and_every_context_row():
     loaded = tiny.head(True)
     draft, params = loaded.draft, loaded.params
     state = prefill(draft, params, FEATURES[:, :9], [9, 4])
-    state = draft.keep(state, FEATURES[:, 9:14], jnp.array([3, 1]))
+    state = keep(draft, params, state, FEATURES[:, 9:14], [3, 1])
     base, _ = propose(draft, params, state, [13, 6])
     for row, pending in ((0, 3), (1, 1)):
         for i in range(5):
-            moved = draft.keep(state, FEATURES[:, 9:14].at[row, i].add(1.0), jnp.array([3, 1]))
+            moved = keep(draft, params, state, FEATURES[:, 9:14].at[row, i].add(1.0), [3, 1])
             changed = jnp.abs(propose(draft, params, moved, [13, 6])[0] - base).max((1, 2)) > 1e-6
             assert changed.tolist() == [row == 0 and i < pending, row == 1 and i < pending]
     assert block.build(loaded.config, jnp.float32, depth=3)[0].depth == 3

@@ -1,6 +1,7 @@
 """Configurations in every spelling, heads that do not fit, dtypes, end tokens, and one line for every mistake."""
 
 import json
+import os
 import pathlib
 import shutil
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig, default_taps
+from jetspec_jax.config import ConfigError, ModelConfig, default_taps
 from jetspec_jax.drafts import block as blocks
+from jetspec_jax.drafts import block_files, families
 from jetspec_jax.files import checkpoint, load
 
 REFERENCE = pathlib.Path(__file__).parent / "fixtures" / "reference"
@@ -41,7 +43,7 @@ def line_of(call, *args, **kwargs) -> str:
 def make_head(folder: pathlib.Path, extra=(), meta=None, block=None, **changes) -> pathlib.Path:
     """A random head whose tensors fit its configuration."""
     raw = HEAD | changes | {"dflash_config": BLOCK | (block or {})}
-    config = HeadConfig.from_hf(raw)
+    config = block_files.config(raw)
     checkpoint.save_head(folder, config, load.random_params(blocks.build(config, np.float32)[1]), meta)
     (folder / "config.json").write_text(json.dumps(raw))
     if meta is None:
@@ -79,26 +81,28 @@ class TestSpellings:
             {"rope_scaling": {"type": "default"}, "rope_theta": 5e5},
         ],
     )
-    @pytest.mark.parametrize("kind", [ModelConfig, HeadConfig])
+    @pytest.mark.parametrize("kind", ["target", "head"])
     def test_rope(self, rope, kind):
-        raw = DENSE if kind is ModelConfig else HEAD
-        config = kind.from_hf(without(raw, "rope_parameters", "rope_theta") | rope)
+        raw, read = (DENSE, ModelConfig.from_hf) if kind == "target" else (HEAD, block_files.config)
+        config = read(without(raw, "rope_parameters", "rope_theta") | rope)
         assert config.rope_theta == 5e5
 
-    @pytest.mark.parametrize("kind", [ModelConfig, HeadConfig])
+    @pytest.mark.parametrize("kind", ["target", "head"])
     @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
     @pytest.mark.parametrize("word", ["type", "rope_type"])
     @pytest.mark.parametrize("name", ["longrope", "marvellous"])
     def test_other_scaled_rope_is_refused_by_name(self, kind, key, word, name):
-        raw = DENSE if kind is ModelConfig else HEAD
-        line = line_of(kind.from_hf, raw | {key: {word: name, "factor": 4.0}}, "some/config.json")
+        raw, read = (DENSE, ModelConfig.from_hf) if kind == "target" else (HEAD, block_files.config)
+        line = line_of(read, raw | {key: {word: name, "factor": 4.0}}, "some/config.json")
         assert name in line and key in line and "some/config.json" in line
 
     def test_rope_per_kind_of_layer_and_partial_rope_are_refused(self):
         nested = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
         assert "rope_parameters" in line_of(ModelConfig.from_hf, DENSE | {"rope_parameters": nested})
         partial = DENSE["rope_parameters"] | {"partial_rotary_factor": 0.5}
-        assert "partial_rotary_factor=0.5" in line_of(ModelConfig.from_hf, DENSE | {"rope_parameters": partial})
+        assert "rope_parameters.partial_rotary_factor is 0.5" in line_of(
+            ModelConfig.from_hf, DENSE | {"rope_parameters": partial}
+        )
 
     @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
     def test_dtype(self, key):
@@ -123,9 +127,11 @@ class TestSpellings:
     def test_eos(self, given, read):
         assert ModelConfig.from_hf(DENSE | {"eos_token_id": given}).eos_token_ids == read
 
-    @pytest.mark.parametrize("given", ["</s>", ["</s>"], 1.5, True])
+    @pytest.mark.parametrize("given", ["</s>", 1.5, True, 96, 2**31, 2**70, -1])
     def test_eos_that_is_no_id(self, given):
-        assert repr(given) in line_of(ModelConfig.from_hf, DENSE | {"eos_token_id": given})
+        for value in (given, [3, given]):
+            line = line_of(ModelConfig.from_hf, DENSE | {"eos_token_id": value})
+            assert repr(given) in line and "eos_token_id" in line and "0..95" in line
 
     def test_head_dim_defaults(self):
         assert ModelConfig.from_hf(without(DENSE, "head_dim")).head_dim == 128  # transformers' Qwen3
@@ -179,7 +185,7 @@ class TestSpellings:
 class TestHeadConfig:
     def read(self, block=(), warnings=None, drop=(), **changes):
         raw = HEAD | changes | {"dflash_config": without(BLOCK | dict(block), *drop)}
-        return HeadConfig.from_hf(raw, "h/config.json", (warnings if warnings is not None else []).append)
+        return block_files.config(raw, "h/config.json", (warnings if warnings is not None else []).append)
 
     @pytest.mark.parametrize("key", ["causal_head", "causal"])
     @pytest.mark.parametrize("value", [True, False])
@@ -212,7 +218,7 @@ class TestHeadConfig:
     def test_block_size_of_dflash_config_comes_first(self):
         assert self.read().block_size == 5
         assert self.read({"block_size": 7}).block_size == 7
-        assert HeadConfig.from_hf(without(HEAD, "block_size")).block_size == 16
+        assert block_files.config(without(HEAD, "block_size")).block_size == 16
         assert self.read({"block_size": 7}).depth == 6
 
     @pytest.mark.parametrize("size", [0, 1, -3, "16"])
@@ -244,10 +250,10 @@ class TestHeadConfig:
         assert "mask_token_id" in line_of(self.read, drop=["mask_token_id"])
 
     def test_a_target_is_no_head(self):
-        assert "dflash_config" in line_of(HeadConfig.from_hf, DENSE, "t/config.json")
+        assert "dflash_config" in line_of(families.of_config, DENSE, "t/config.json")
 
     def test_an_adapter_is_refused(self):
-        assert "target_hidden_size=64" in line_of(self.read, {"target_hidden_size": 64})
+        assert "target_hidden_size is 64" in line_of(self.read, {"target_hidden_size": 64})
         assert self.read({"target_hidden_size": 32}).hidden_size == 32
 
     @pytest.mark.parametrize("changes", [{"num_key_value_heads": 3}, {"head_dim": 7}, {"num_target_layers": None}])
@@ -256,7 +262,7 @@ class TestHeadConfig:
 
     def test_there_and_back(self):
         config = self.read({"block_size": 7}, dtype="bfloat16")
-        assert HeadConfig.from_hf(config.to_hf()) == config
+        assert block_files.config(config.to_hf()) == config
 
 
 class TestHeads:
@@ -428,6 +434,21 @@ class TestFiles:
         assert str(folder / "config.json") in line and "no such file" in line
         (folder / "config.json").mkdir()
         assert str(folder / "config.json") in line_of(load.load_target, folder)
+
+    @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+    def test_pipes_and_devices_are_not_waited_for(self, folder, name):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        if name == "config.json":
+            line = line_of(load.load_target, folder)
+            assert str(folder / name) in line and "a pipe; give a regular file" in line
+            (folder / name).unlink()
+            (folder / name).symlink_to("/dev/zero")
+            assert "a device; give a regular file" in line_of(load.load_target, folder)
+        else:  # not named by anyone, so it is as if it were not there
+            assert load.load_target(folder).eos == load.load_target(TARGET).config.eos_token_ids
+        for path in ("/dev/zero", "/dev/null"):
+            assert "neither a folder nor a regular file" in line_of(load.load_target, path)
 
     @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "config.json"])
     def test_a_file_of_a_folder_is_no_target(self, tmp_path, name):

@@ -12,11 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetspec_jax import baseline, speculate
-from jetspec_jax.backends import ops
+from jetspec_jax.backends import choose
+from jetspec_jax.backends.hopper import Hopper
+from jetspec_jax.backends.kernels import tpu_attention
+from jetspec_jax.backends.tpu import TPU
+from jetspec_jax.backends.xla import PLAIN_XLA
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.drafts import block
 from jetspec_jax.loop import decoder
-from jetspec_jax.loop.decoder import LENGTH, STOP, Decoder
+from jetspec_jax.loop.state import LENGTH, NONFINITE, STOP
 from jetspec_jax.models import qwen3
 
 CAPACITY, DEPTH, BATCH = 48, 4, 4
@@ -84,7 +88,7 @@ def cut(tokens, eos) -> list[int]:
 def test_stub_drafts(rows, width, builder, asked, rank, wrong):
     """Right tokens on the spine, on branches, nowhere: the stub target's arithmetic leaves no room for rounding."""
     wanted = tiny.plain(STUB, asked)
-    static = Decoder(STUB.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB), rows, CAPACITY, builder, width)
+    static = tiny.loop(STUB.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB), rows, CAPACITY, builder, width)
     draft = tiny.coached(wanted.tokens, np.full((1, 6), -1) if wrong else rank)
     state = tiny.decode(static, {"target": STUB.params, "draft": draft}, asked)
     equal(state, wanted)
@@ -107,10 +111,10 @@ def test_real_models(kind, causal, rows, builder, asked, rank, coach):
 @functools.lru_cache(None)
 def real(kind, causal, rows, builder):
     draft = tiny.CoachedDraft(DEPTH, tiny.VOCAB, tiny.head(causal).draft)
-    return Decoder(tiny.target(kind).model, draft, rows, CAPACITY, builder, 2 if rows == 32 else 8)
+    return tiny.loop(tiny.target(kind).model, draft, rows, CAPACITY, builder, 2 if rows == 32 else 8)
 
 
-PERFECT = Decoder(STUB.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB), 6, CAPACITY, "best_first", 1)
+PERFECT = tiny.loop(STUB.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB), 6, CAPACITY, "best_first", 1)
 PROMPTS = [[1], [2, 3], [4, 5, 6, 7, 8], [9, 8, 7, 6, 5, 4, 3, 2]]
 
 
@@ -199,7 +203,7 @@ def test_generate_with_any_budget(budget):
     assert got.token_ids == wanted.token_ids and got.finish_reason == "length"
     assert got.settings["budget"] == budget and max(got.tree_sizes) <= budget
     assert got.new_tokens == len(got.token_ids) == 1 + sum(got.emitted) and got.rounds == len(got.emitted)
-    assert got.acceptance_length == pytest.approx(np.mean(got.accept_lengths))
+    assert got.acceptance_length == pytest.approx(np.mean(got.emitted))
     if budget == 1:
         assert got.accept_lengths == [1] * 39
     assert wanted.accept_lengths == [1] * 39
@@ -250,37 +254,54 @@ QUICK = {
 }
 
 
-@pytest.mark.parametrize("attention", [a for a in ops.ATTENTIONS if a != "cudnn"])
-def test_every_attention_that_runs_f32(attention, monkeypatch):
-    """A real pair built for it against plain decoding with XLA, also coached to be accepted along branches.
+# What runs in f32 without its device, and the least that all its kernels take: head dim, slots.
+BACKENDS = {"xla": (PLAIN_XLA, 16, CAPACITY), "pallas": (Hopper(), 16, CAPACITY), "tpu": (TPU(), 64, 128)}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_backend_that_runs_f32(name, monkeypatch):
+    """A real pair built for it against plain decoding with XLA, also coached to be accepted along branches; then with
+    NaN as the embedding of the padding token, which ends the row that says it and reaches no other.
 
     That plain decoding with the kernels is the same too is in test_gpu_kernels.py.
     """
-    for name, function in QUICK.items():
-        monkeypatch.setattr(tiny, name, function)
-    wide = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}  # the least that every kernel takes
-    how = ops.resolve(attention, "float32", 16)
-    head, shapes = block.build(tiny.head_config(True, **wide | {"num_heads": 4, "num_layers": 1}), jnp.float32, ops=how)
+    for function, quick in QUICK.items():
+        monkeypatch.setattr(tiny, function, quick)
+    interpreted = functools.partial(tpu_attention.attend, interpret=True)
+    monkeypatch.setattr(tpu_attention, "attend", interpreted)
+    backend, head_dim, capacity = BACKENDS[name]
+    wide = {"hidden_size": 64, "head_dim": head_dim, "intermediate_size": 64}
+    config = tiny.head_config(True, **wide | {"num_heads": 4, "num_layers": 1})
+    head, shapes = block.build(config, jnp.float32, backend=backend)
     draft_params = tiny.random_like(shapes, 4)
-    asked = tiny.request([[3, 1, 4, 1, 5], [9, 2]], 12, budget=[6, 4], temperature=[0.0, 1.0], seed=5)
+    options = {"budget": [6, 4], "temperature": [0.0, 1.0], "seed": 6}
+    asked = tiny.request([[3, 1, 4, 1, 5], [9, 2]], 12, **options)
 
-    def built(how):
-        model, shapes = qwen3.build(tiny.model_config("dense", **wide), jnp.float32, how)
+    def built(backend):
+        model, shapes = qwen3.build(tiny.model_config("dense", **wide), jnp.float32, backend)
         return dataclasses.replace(tiny.target("dense"), model=model, params=tiny.random_like(shapes, 3))
 
-    wanted, loaded = tiny.plain(built(ops.XLA), asked), built(how)
-    static = Decoder(loaded.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB, head), 8, CAPACITY, "best_first", 4)
+    wanted, loaded = tiny.plain(built(PLAIN_XLA), asked, capacity), built(backend)
+    assert 0 not in np.concatenate(tiny.outputs(wanted))  # the padding token
+    broken = loaded.params | {"embedding": loaded.params["embedding"].at[0].set(jnp.nan)}
+    static = tiny.loop(loaded.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB, head), 8, capacity, "best_first", 4)
     for coach in (True, False):
         draft = tiny.coached(wanted.tokens, [[0, 1, 0, 0, 0, 0], [0, 0, -1, 0, 0, 0]], draft_params, coach)
         state = tiny.decode(static, {"target": loaded.params, "draft": draft}, asked)
         equal(state, wanted)
         assert not coach or state.accept_lengths.max() > 2
+        again = tiny.decode(static, {"target": broken, "draft": draft}, asked)
+        equal(again, wanted)
+        assert (again.accept_lengths == state.accept_lengths).all()
+    said = tiny.request([[3, 1, 4, 1, 5], [9, 0]], 12, **options)
+    alone = tiny.decode(static, {"target": broken, "draft": draft}, said)
+    assert alone.reason.tolist() == [LENGTH, NONFINITE] and tiny.outputs(alone) == [tiny.outputs(wanted)[0], []]
 
 
 def test_cudnn_in_f32_is_refused(monkeypatch):
     """For its dtype, also where there is the GPU."""
     for backend in ("cpu", "gpu"):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        with pytest.raises(ConfigError, match=r"^attention=cudnn: .*16-bit weights \(dtype=float32\); use xla$"):
-            ops.resolve("cudnn", "float32", 128)
-    assert ops.resolve("cudnn", "bfloat16", 128).attention == "cudnn"
+        with pytest.raises(ConfigError, match=r"^backend=cudnn: .*16-bit weights \(dtype=float32\); use xla$"):
+            choose.resolve("cudnn", "float32", 128)
+    assert choose.resolve("cudnn", "bfloat16", 128).name == "cudnn"

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from jetspec_jax.config import SamplingConfig
 from jetspec_jax.engine import requests
-from jetspec_jax.loop import decoder
 from jetspec_jax.loop.decoder import Decoder
+from jetspec_jax.loop.plain import PLAIN
+from jetspec_jax.loop.state import Request
 
 CAPACITY, DEPTH, BATCH = 48, 4, 4
 STUB = tiny.hash_target()
@@ -54,8 +55,8 @@ def options(draw) -> dict:
     }
 
 
-def asked_of(prompts, chosen) -> decoder.Request:
-    return requests.request(prompts, chosen, [o.budget or 64 for o in chosen], 8)
+def asked_of(prompts, chosen) -> Request:
+    return requests.arrays(prompts, chosen, [o.budget or 64 for o in chosen], tiny.geometry(chosen))
 
 
 def everything(prompts, chosen):
@@ -98,7 +99,7 @@ def test_any_options_on_the_stub(rows, width, builder, sharpness, prompts, chose
     """Against plain decoding, with a drafter that knows the answer and one that never does."""
     asked = asked_of(*everything(prompts, chosen))
     wanted = tiny.plain(STUB, asked)
-    static = Decoder(STUB.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB), rows, CAPACITY, builder, width, sharpness)
+    static = tiny.loop(STUB.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB), rows, CAPACITY, builder, width, sharpness)
     draft = tiny.coached(wanted.tokens, [-1] * DEPTH if wrong else [[0, 0, 0, 0], [1, 0, 1, 0], [0, 1, 1, 1]])
     equal(tiny.decode(static, {"target": STUB.params, "draft": draft}, asked), wanted)
 
@@ -118,7 +119,7 @@ def test_any_options_on_real_models(kind, causal, prompts, chosen, coach):
     loaded, head = tiny.target(kind), tiny.head(causal)
     asked = asked_of(*everything(prompts, chosen))
     wanted = tiny.plain(loaded, asked)
-    static = Decoder(loaded.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB, head.draft), 16, CAPACITY, "best_first", 8)
+    static = tiny.loop(loaded.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB, head.draft), 16, CAPACITY, "best_first", 8)
     draft = tiny.coached(wanted.tokens, [0, 0, 1, 0], head.params, coach)
     equal(tiny.decode(static, {"target": loaded.params, "draft": draft}, asked), wanted)
 
@@ -145,7 +146,7 @@ def test_each_option_alone(alone):
     used = [name for name, x in asked.sampling._asdict().items() if x is not None]
     assert len(used) == 3  # temperature, seed and the one option
     wanted = tiny.plain(STUB, asked)
-    static = Decoder(STUB.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB), 8, CAPACITY, "best_first", 4)
+    static = tiny.loop(STUB.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB), 8, CAPACITY, "best_first", 4)
     draft = tiny.coached(wanted.tokens, [0, 0, 1, 0])
     state = tiny.decode(static, {"target": STUB.params, "draft": draft}, asked)
     equal(state, wanted)
@@ -160,11 +161,11 @@ def test_log_probabilities_are_the_targets_own():
     chosen = [SamplingConfig(**ALL), SamplingConfig(NEW, eos=()), SamplingConfig(NEW, 1.0, 5, eos=())]
     prompts = [[1, 2, 1], [3, 4], [9]]
     asked = asked_of(prompts, chosen)
-    plain = Decoder(STUB.model, None, 1, CAPACITY, logprobs=True)
-    tree = Decoder(STUB.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB), 8, CAPACITY, width=2, logprobs=True)
+    plain = Decoder(STUB.model, PLAIN, CAPACITY, logprobs=True)
+    tree = tiny.loop(STUB.model, tiny.CoachedDraft(DEPTH, tiny.VOCAB), 8, CAPACITY, width=2, logprobs=True)
     draft = tiny.coached(tiny.plain(STUB, asked).tokens, [0, 1, 0, 0])
     for static in (plain, tree):
-        state = tiny.decode(static, {"target": STUB.params, "draft": draft if static.draft else None}, asked)
+        state = tiny.decode(static, {"target": STUB.params, "draft": draft if static.depth else None}, asked)
         for row, new in enumerate(tiny.outputs(state)[:3]):
             ids, first = [*prompts[row], *new], len(prompts[row])
             logits = np.asarray(tiny.path_logits(STUB, [ids]), np.float64)[0, first - 1 : -1]
@@ -207,7 +208,7 @@ def draws(static: Decoder, kind: str | None):
     out = []
     for start in range(0, laws.DRAWS, laws.BATCH):
         asked = tiny.request([[laws.PROMPT]] * laws.BATCH, 3, seed=np.arange(start, start + laws.BATCH), slots=1)
-        one = requests.sampling([[laws.PROMPT]], [LAW])
+        one = requests.sampling([1], [LAW], tiny.geometry([LAW]))
         wide = lambda x: jnp.broadcast_to(x, (laws.BATCH, *x.shape[1:]))
         every = tiny.jax.tree.map(wide, one)._replace(seed=asked.sampling.seed)
         state = tiny.decode(static, params, asked._replace(sampling=every))
@@ -218,8 +219,8 @@ def draws(static: Decoder, kind: str | None):
 @pytest.mark.parametrize("kind", [None, "good", "adversarial"])
 def test_the_law_under_all_options(kind):
     """FC-13: 200k draws of three tokens follow the exact law, and none is outside the kept set."""
-    static = laws.PLAIN if kind is None else laws.TREE
+    static = laws.ALONE if kind is None else laws.TREE
     tokens, joint = draws(static, kind), law_of_options()
     assert (joint == 0).sum() > 100 and (joint[tuple(tokens.T)] > 0).all()
     assert laws.p_value(tokens, joint) > 0.001
-    assert (tokens == draws(laws.PLAIN, None)).all(1).mean() > 0.9999
+    assert (tokens == draws(laws.ALONE, None)).all(1).mean() > 0.9999

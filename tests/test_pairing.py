@@ -88,10 +88,10 @@ class TestThinking:
 
     @pytest.mark.parametrize("asked, mode", [(None, True), (False, False)])
     def test_settings_record_it(self, tok, asked, mode):
-        flight = speculate.start(
+        engine = speculate.start(
             target(tok), head(thinking=True), ["hi"], TreeConfig(1), SamplingConfig(0), thinking=asked
         )
-        result = flight.results()[0]
+        result = engine.results()[0]
         assert result.settings["thinking"] is mode
         assert result.prompt_tokens == len(tok.encode_chat(HI, mode))
         assert (
@@ -102,29 +102,30 @@ class TestThinking:
 class TestTheHeadsOwnWords:
     def test_family(self):
         config = tiny.head_config(True)
-        assert pair.oddities(config, {}) == pair.oddities(config, {"family": "jetspec", "thinking": None}) == []
-        assert "block is causal" in pair.oddities(config, {"family": "dflash"})[0]
-        assert "block is bidirectional" in pair.oddities(tiny.head_config(False), {"family": "jetspec"})[0]
-        assert "'eagle3'" in pair.oddities(config, {"family": "eagle3"})[0]
+        assert not pair.oddities(config, {}) and not pair.oddities(config, {"family": "jetspec", "thinking": None})
+        assert "that of a jetspec head" in pair.oddities(config, {"family": "dflash"})["family"]
+        assert "that of a dflash head" in pair.oddities(tiny.head_config(False), {"family": "jetspec"})["family"]
+        for other in ("eagle3", ["x"], {}, 3):
+            assert repr(other) in pair.oddities(config, {"family": other})["family"]
 
-    @pytest.mark.parametrize("length", ["512", 3, True, -1])
-    def test_training_length_that_is_none(self, length):
-        assert repr(length) in pair.oddities(tiny.head_config(True), {"training_length": length})[0]
-
-    @pytest.mark.parametrize("value", ["off", ["on"], {}, 1])
-    def test_thinking_that_is_none(self, value):
-        assert repr(value) in pair.oddities(tiny.head_config(True), {"thinking": value})[0]
-
-    def test_family_that_is_no_text(self):
-        assert "['x']" in pair.oddities(tiny.head_config(True), {"family": ["x"]})[0]
+    @pytest.mark.parametrize(
+        "key, values",
+        [
+            ("training_length", ["512", 3, True, -1, 1.5, [9]]), ("thinking", ["off", ["on"], {}, 1]),
+            ("target_fingerprint", [3, ["a"], True]),
+        ],
+    )  # fmt: skip
+    def test_values_that_are_none(self, key, values):
+        for value in values:
+            found = pair.oddities(tiny.head_config(True), {key: value})
+            assert found.keys() == {key} and repr(value) in found[key] and key in found[key]
 
     def test_a_request_beyond_the_trained_length_is_said_once(self, tok, capsys):
         loaded, short = target(tok), dataclasses.replace(head(training_length=20))
         for new in (16, 17, 40):
             speculate.start(loaded, short, [[1, 2, 3, 4]], TreeConfig(1), SamplingConfig(new))
         lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 2 and all("20 tokens" in line and "exact" in line for line in lines)
-        assert "may reach 21" in lines[0]
+        assert len(lines) == 1 and "20 tokens" in lines[0] and "exact" in lines[0] and "may reach 21" in lines[0]
 
 
 @pytest.mark.parametrize("chat", [None, False])

@@ -11,8 +11,11 @@ import tiny
 from jetspec_jax import baseline, speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.drafts import block
+from jetspec_jax.engine import programs
+from jetspec_jax.engine.programs import program
 from jetspec_jax.loop import decoder
-from jetspec_jax.loop.sampling import Sampling
+from jetspec_jax.loop.processors import Sampling
+from jetspec_jax.loop.state import Request
 from jetspec_jax.models import qwen3
 
 CAPACITY, SLOTS = 64, 26
@@ -25,7 +28,7 @@ def states(loaded, head, chunk: int):
     draft = head.draft if head else tiny.TableDraft(4)
     params = {"target": loaded.params, "draft": head.params if head else {"logits": jnp.zeros((4, tiny.VOCAB))}}
     asked = tiny.request(PROMPTS, 20, slots=SLOTS, temperature=[0.0, 1.0, 0.0, 0.7])
-    make = lambda size: decoder.Decoder(loaded.model, draft, 8, CAPACITY, prefill_chunk=size)
+    make = lambda size: tiny.loop(loaded.model, draft, 8, CAPACITY, prefill_chunk=size)
     return [jax.device_get(tiny.prefill(make(size), params, asked)) for size in (SLOTS, chunk)]
 
 
@@ -100,12 +103,12 @@ def memory(slots: int, chunk: int):
     """Bytes that prefill needs beside its inputs and outputs."""
     model, params = qwen3.build(tiny.model_config("dense", vocab_size=20_000, **WIDE), jnp.float32)
     draft, head = block.build(tiny.head_config(True, vocab_size=20_000), jnp.float32)
-    static = decoder.Decoder(model, draft, 8, slots + 6, prefill_chunk=chunk)
+    static = tiny.loop(model, draft, 8, slots + 6, prefill_chunk=chunk)
     row = lambda dtype, *shape: jax.ShapeDtypeStruct((2, *shape), dtype)
     ints = row(jnp.int32)
-    asked = decoder.Request(row(jnp.int32, slots), ints, ints, ints, Sampling(None, row(jnp.uint32)), row(jnp.int32, 3))
-    program, _ = speculate.compiled(decoder.prefill, static, {"target": params, "draft": head}, asked)
-    return program.memory_analysis().temp_size_in_bytes
+    asked = Request(row(jnp.int32, slots), ints, ints, ints, Sampling(None, row(jnp.uint32)), row(jnp.int32, 3))
+    compiled, _ = program(decoder.prefill, static, {"target": params, "draft": head}, asked)
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def test_memory_does_not_grow_with_the_prompt():
@@ -119,8 +122,8 @@ def test_memory_does_not_grow_with_the_prompt():
 def test_long_prompts_share_a_program():
     """FC-55: chunks are one loop, so any length of a capacity is the same prefill."""
     loaded = tiny.hash_target()
-    before = len(speculate._PROGRAMS)
+    before = len(programs._PROGRAMS)
     for length in (70, 100, 129, 200):
         prompt = [i % 30 for i in range(length)]
         speculate.generate(loaded, None, prompt, None, SamplingConfig(9), prefill_chunk=33)
-    assert sorted(key[0] for key in list(speculate._PROGRAMS)[before:]) == ["prefill", "rounds"]
+    assert sorted(key[0].__name__ for key in list(programs._PROGRAMS)[before:]) == ["prefill", "rounds"]

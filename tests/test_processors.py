@@ -5,17 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+import tiny
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jetspec_jax.config import SamplingConfig
 from jetspec_jax.engine import requests
+from jetspec_jax.layers import vocabulary
 from jetspec_jax.loop import processors
 from jetspec_jax.loop.processors import Past
 
 VOCAB = 40
 numbers = st.floats(-50, 50, width=32)
-threshold = jax.jit(processors.threshold)
+threshold = jax.jit(vocabulary.threshold)
 
 
 def put(rows, dtype=jnp.float32):
@@ -51,7 +53,7 @@ def test_more_ways_find_the_same(size, monkeypatch):
     weight, need = np.ones_like(row), np.array([1, (size + 1) // 2, size], np.float32)
     two = threshold(row, weight, need)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert (processors.threshold(put(row), put(weight), put(need)) == two).all()
+    assert (vocabulary.threshold(put(row), put(weight), put(need)) == two).all()
     assert all(threshold(row[i : i + 1], weight[i : i + 1], need[i : i + 1])[0] == two[i] for i in range(3))
     assert two.tolist() == [np.sort(x)[-int(k)] for x, k in zip(row, need, strict=True)]
 
@@ -62,7 +64,7 @@ scores = jax.jit(processors.scores)
 def processed(logits, contexts, prompt_length, options, ends=()):
     """What the program makes of one row for each context, all of one length."""
     contexts = np.array(contexts, np.int32)
-    arrays = requests.sampling([[0] * prompt_length] * len(contexts), options)
+    arrays = requests.sampling([prompt_length] * len(contexts), options, tiny.geometry(options))
     past = Past(
         put(np.pad(contexts, ((0, 0), (0, 3))), jnp.int32),  # what lies behind the length is never read
         jnp.full(len(contexts), prompt_length),
@@ -167,7 +169,7 @@ def test_plain_and_tree_keep_the_same_set():
     rows = np.random.default_rng(3).standard_normal((200, 5, 3000)).astype(np.float32) * 2
     option = SamplingConfig(temperature=1.0, top_k=900, top_p=0.83, min_p=0.001)
     keep = jax.jit(processors.keep)
-    arrays = lambda n: requests.sampling([[0]] * n, [option] * n)
+    arrays = lambda n: requests.sampling([1] * n, [option] * n, tiny.geometry([option] * n))
     tree = np.isfinite(keep(put(rows), arrays(200)))
     plain = np.stack([np.isfinite(keep(put(rows[:, i : i + 1]), arrays(200)))[:, 0] for i in range(5)], 1)
     alone = np.isfinite(keep(put(rows[7:8, 2:3]), arrays(1)))[0, 0]

@@ -12,12 +12,15 @@ import pytest
 import tiny
 
 from jetspec_jax import speculate
-from jetspec_jax.backends.ops import Ops
+from jetspec_jax.backends.choose import resolve
 from jetspec_jax.config import SamplingConfig, TreeConfig
 from jetspec_jax.drafts import block
+from jetspec_jax.engine import programs
+from jetspec_jax.engine.programs import program
 from jetspec_jax.layers.attention import CHUNK
 from jetspec_jax.loop import decoder
-from jetspec_jax.loop.sampling import Sampling
+from jetspec_jax.loop.processors import Sampling
+from jetspec_jax.loop.state import Request
 from jetspec_jax.models import qwen3
 
 # B=2, S=8192: the cache is 100 times all else. The head's context is of another size, so that shapes tell them apart.
@@ -32,15 +35,15 @@ def compiled_rounds(builder: str):
     """The donated program, and the sizes of what it must hold."""
     model, params = qwen3.build(tiny.model_config("dense", **WIDE), jnp.float32)
     draft, head = block.build(tiny.head_config(True, **WIDE | {"num_heads": 2, "num_kv_heads": 2}), jnp.float32)
-    static = decoder.Decoder(model, draft, ROWS, SLOTS, builder, 4)
+    static = tiny.loop(model, draft, ROWS, SLOTS, builder, 4)
     weights = {"target": params, "draft": head}
     row = lambda dtype: jax.ShapeDtypeStruct((BATCH,), dtype)
     ints = row(jnp.int32)
     tokens, ends = (jax.ShapeDtypeStruct((BATCH, n), jnp.int32) for n in (16, 3))
-    asked = decoder.Request(tokens, ints, ints, ints, Sampling(row(jnp.float32), row(jnp.uint32)), ends)
+    asked = Request(tokens, ints, ints, ints, Sampling(row(jnp.float32), row(jnp.uint32)), ends)
     state = jax.eval_shape(functools.partial(decoder.prefill, static), weights, asked)
-    program, _ = speculate.compiled(decoder.rounds, static, weights, state, jax.ShapeDtypeStruct((), jnp.int32))
-    return program, state
+    compiled, _ = program(decoder.rounds, static, weights, state, jax.ShapeDtypeStruct((), jnp.int32), donate=(1,))
+    return compiled, state
 
 
 def size(tree) -> int:
@@ -50,22 +53,22 @@ def size(tree) -> int:
 @pytest.mark.parametrize("builder", ["best_first", "accum_logp"])
 def test_temporary_memory_is_a_small_part_of_the_cache(builder):
     """At most 5 % of the K/V, two f32 copies of the logits, and one layer's attention scores."""
-    program, state = compiled_rounds(builder)
+    compiled, state = compiled_rounds(builder)
     kv = size(state.cache) + size(state.draft.context)
     fresh = kv // SLOTS * ROWS
     logits = 4 * BATCH * (ROWS + DEPTH) * tiny.VOCAB
     scores = 4 * BATCH * WIDE["num_heads"] * ROWS * (CHUNK + ROWS)
-    memory = program.memory_analysis()
+    memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes <= 0.05 * (kv + fresh) + 2 * logits + scores
     assert memory.alias_size_in_bytes >= kv  # the donated caches are the returned ones
 
 
 def test_no_copy_of_the_cache():
     """No instruction but in-place updates and plumbing produces an array of a cache's shape."""
-    program, state = compiled_rounds("best_first")
+    compiled, state = compiled_rounds("best_first")
     shapes = {",".join(map(str, x.shape)) for x in jax.tree.leaves((state.cache, state.draft.context))}
     assert len(shapes) == 2
-    produced = re.findall(rf"= f32\[(?:{'|'.join(shapes)})\]\S* ([\w-]+)\(", program.as_text())
+    produced = re.findall(rf"= f32\[(?:{'|'.join(shapes)})\]\S* ([\w-]+)\(", compiled.as_text())
     assert produced  # the expression finds what it looks for
     plumbing = {"parameter", "get-tuple-element", "bitcast", "tuple", "while"}
     plumbing |= {"dynamic-update-slice", "scatter", "fusion"}  # in place, or the temporary memory would tell
@@ -84,13 +87,13 @@ def test_nothing_leaves_the_device():
 def test_no_weight_matrix_is_made_wider(kind, kernels):
     """In 16 bits products take the weights as they are: the only wide arrays of a round are far smaller."""
     wide = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 128}
-    how = Ops(kernels)
+    how = resolve(kernels, "bfloat16", 32)
     model, params = qwen3.build(tiny.model_config(kind, **wide), jnp.bfloat16, how)
-    draft, head = block.build(tiny.head_config(True, **wide), jnp.bfloat16, ops=how)
-    static, weights = decoder.Decoder(model, draft, 4, 32), {"target": params, "draft": head}
+    draft, head = block.build(tiny.head_config(True, **wide), jnp.bfloat16, backend=how)
+    static, weights = tiny.loop(model, draft, 4, 32), {"target": params, "draft": head}
     row = jax.ShapeDtypeStruct((1,), jnp.int32)
     tokens, ends = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (8, 2))
-    asked = decoder.Request(tokens, row, row, row, Sampling(None, jax.ShapeDtypeStruct((1,), jnp.uint32)), ends)
+    asked = Request(tokens, row, row, row, Sampling(None, jax.ShapeDtypeStruct((1,), jnp.uint32)), ends)
     state = jax.eval_shape(functools.partial(decoder.prefill, static), weights, asked)
     text = str(jax.make_jaxpr(functools.partial(decoder.step, static))(weights, state))
     widened = re.findall(r":f32\[([\d,]+)\] = convert_element_type", text)
@@ -110,14 +113,14 @@ def generate(length: int, budget: int = 5, **options):
 
 def test_programs_follow_the_buckets():
     """FC-55: 200 tokens from prompts of five lengths: one prefill a prompt bucket (16, 32, 64) and one loop."""
-    before = len(speculate._PROGRAMS)
+    before = len(programs._PROGRAMS)
     for length in (1, 9, 16, 30, 40):
         result = generate(length, max_new_tokens=200)
         assert result.new_tokens == 200
-    made = list(speculate._PROGRAMS)[before:]
-    assert sorted(key[0] for key in made) == ["prefill"] * 3 + ["rounds"]
+    made = list(programs._PROGRAMS)[before:]
+    assert sorted(key[0].__name__ for key in made) == ["prefill"] * 3 + ["rounds"]
     again = generate(13, max_new_tokens=200)
-    assert again.seconds["compile"] == 0 and len(speculate._PROGRAMS) == before + 4
+    assert again.seconds["compile"] == 0 and len(programs._PROGRAMS) == before + 4
 
 
 def test_nothing_that_a_request_changes_compiles():
@@ -154,19 +157,19 @@ def test_values_of_options_compile_nothing():
         "bad_words": [(1, 2)],
     }
     generate(5, max_new_tokens=10, **first)
-    before = len(speculate._PROGRAMS)
+    before = len(programs._PROGRAMS)
     others = {"top_p": 0.5, "top_k": 9, "presence_penalty": 0.3, "logit_bias": dict.fromkeys(range(4), -1.0)}
     result = generate(7, 7, max_new_tokens=90, temperature=1.0, seed=3, bad_words=[(4, 5), (7, 8)], **others)
-    assert result.seconds["compile"] == 0 and len(speculate._PROGRAMS) == before
+    assert result.seconds["compile"] == 0 and len(programs._PROGRAMS) == before
 
 
 def test_rounds_are_one_program_for_any_number():
-    flight = speculate.start(STUB, HEAD, [1, 2, 3], TreeConfig(budget=5, width=4), SamplingConfig(max_new_tokens=60))
-    before, counts = len(speculate._PROGRAMS), []
+    engine = speculate.start(STUB, HEAD, [1, 2, 3], TreeConfig(budget=5, width=4), SamplingConfig(max_new_tokens=60))
+    before, counts = len(programs._PROGRAMS), []
     for n in (1, 7, 0):
-        flight.advance(n)
-        counts.append(int(flight.state.rounds[0]))
-        assert len(speculate._PROGRAMS) <= before + 1
+        engine.advance(n)
+        counts.append(int(engine.state.rounds[0]))
+        assert len(programs._PROGRAMS) <= before + 1
     assert counts == [1, 8, 8]
 
 

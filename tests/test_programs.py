@@ -10,7 +10,7 @@ import jaxlib.version
 import pytest
 
 from jetspec_jax.config import ConfigError
-from jetspec_jax.files import programs
+from jetspec_jax.files import cache_folder, xla
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAIR = ROOT / "tests" / "fixtures" / "peer_parity" / "dense_trained"
@@ -27,37 +27,37 @@ def no_cache():
 
 def test_programs_are_kept_unless_the_user_chose_a_folder(no_cache, monkeypatch, tmp_path):
     monkeypatch.setenv("JETSPEC_CACHE", str(tmp_path))
-    programs.keep()
+    cache_folder.keep_programs()
     assert getattr(jax.config, CACHE) == str(tmp_path / "xla")
     jax.config.update(CACHE, "mine")
-    programs.keep()
+    cache_folder.keep_programs()
     assert getattr(jax.config, CACHE) == "mine"
 
 
 def test_a_cache_that_cannot_be_written_is_left_out(no_cache, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JETSPEC_CACHE", str(tmp_path / "file"))
-    programs.keep()
+    cache_folder.keep_programs()
     assert getattr(jax.config, CACHE) is None
 
 
-@pytest.mark.parametrize("given", [None, "/tmp/\udcff"])
-def test_a_folder_whose_name_is_not_utf_8_is_left_out(given, no_cache, monkeypatch, tmp_path):
-    """As the system hands it over; XLA takes no such name."""
-    monkeypatch.setenv("JETSPEC_CACHE", f"{tmp_path}/\udcff")
-    jax.config.update(CACHE, given)
-    programs.keep()
+def test_a_cache_whose_name_is_not_utf8_is_left_out(no_cache, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("JETSPEC_CACHE", os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    cache_folder.keep_programs()
     assert getattr(jax.config, CACHE) is None
+    err = capsys.readouterr().err
+    assert "no UTF-8 name" in err and err.count("\n") == 1
+    assert cache_folder.path().name == "caf\udce9"
 
 
 def test_flags_are_known_by_version_and_what_is_set_wins(monkeypatch):
-    monkeypatch.setattr(programs, "TESTED", {jaxlib.version.__version__: ("--xla_a=1", "--xla_b=2")})
+    monkeypatch.setattr(xla, "TESTED", {jaxlib.version.__version__: ("--xla_a=1", "--xla_b=2")})
     monkeypatch.setenv("XLA_FLAGS", "--xla_b=3")
-    programs.apply_flags()
+    xla.apply_flags()
     assert os.environ["XLA_FLAGS"] == "--xla_a=1 --xla_b=2 --xla_b=3"  # of two, XLA takes the last
-    monkeypatch.setattr(programs, "TESTED", {"0.0.1": ()})
+    monkeypatch.setattr(xla, "TESTED", {"0.0.1": ()})
     with pytest.raises(ConfigError, match=r"xla_flags=tested: none were tested with jaxlib .* only with 0.0.1"):
-        programs.tested_flags()
+        xla.tested_flags()
 
 
 def decode(*flags):
@@ -67,8 +67,8 @@ def decode(*flags):
 
 def test_decode_prints_them_or_says_that_there_are_none():
     done = decode("--xla_flags=print")
-    if jaxlib.version.__version__ in programs.TESTED:
-        assert done.stdout.split() == list(programs.tested_flags()) and done.returncode == 0
+    if jaxlib.version.__version__ in xla.TESTED:
+        assert done.stdout.split() == list(xla.tested_flags()) and done.returncode == 0
         pair = f"--target={PAIR / 'target'}", f"--head={PAIR / 'head'}", "--prompt_ids=1,2,3", "--max_new_tokens=4"
         plain, flagged = decode(*pair, "--json"), decode(*pair, "--json", "--xla_flags=tested")
         ids = lambda run: run.stdout.partition('"token_ids": ')[2].partition("]")[0]

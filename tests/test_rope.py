@@ -9,12 +9,12 @@ import pytest
 import tiny
 
 from jetspec_jax import baseline, speculate
-from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig, SamplingConfig, TreeConfig
-from jetspec_jax.drafts import block
+from jetspec_jax.config import ConfigError, ModelConfig, SamplingConfig, TreeConfig
+from jetspec_jax.drafts import block, block_files
 from jetspec_jax.files import checkpoint
 from jetspec_jax.layers import rope
 from jetspec_jax.layers.rope_scaling import RopeScaling
-from jetspec_jax.models import qwen3
+from jetspec_jax.models import names, qwen3
 
 ORIGINAL = 40960  # max_position_embeddings of the reference values; theta 1e6, head_dim 32
 PARAMETERS = {
@@ -116,7 +116,7 @@ class TestReading:
     @pytest.mark.parametrize("name", PARAMETERS)
     def test_a_head_keeps_its_scaling(self, name):
         config = tiny.head_config(True, dtype="float32", rope_scaling=RopeScaling.from_hf(PARAMETERS[name], 512))
-        assert HeadConfig.from_hf(config.to_hf()) == config
+        assert block_files.config(config.to_hf()) == config
 
     def test_the_context_that_a_target_may_use(self):
         length = lambda rope: ModelConfig.from_hf(RAW | {"rope_scaling": rope}).context_length
@@ -210,7 +210,7 @@ def test_logits_are_those_of_transformers(kind):
         **raw, rope_parameters=dict(SMALL[kind]) | {"rope_theta": 1e4}, attn_implementation="eager"
     )
     model = transformers.Qwen3ForCausalLM(config).eval()
-    tensors = checkpoint.disassemble(checkpoint.target_fusions(loaded.config), jax.device_get(loaded.params))
+    tensors = checkpoint.disassemble(names.of_target(loaded.config), jax.device_get(loaded.params))
     model.load_state_dict({n: torch.tensor(x) for n, x in tensors.items()})
     tokens = np.random.default_rng(0).integers(0, 37, 128)
     theirs, cache = [], None

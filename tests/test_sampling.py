@@ -1,6 +1,5 @@
 """The choice rule: its noise, its thresholds, and the law of what plain and tree decoding emit."""
 
-import dataclasses
 import functools
 
 import jax
@@ -11,24 +10,29 @@ import tiny
 from scipy import stats
 
 from jetspec_jax.config import ConfigError, SamplingConfig
-from jetspec_jax.loop import sampling
+from jetspec_jax.layers import vocabulary
+from jetspec_jax.loop import choice
 from jetspec_jax.loop.decoder import Decoder
+from jetspec_jax.loop.plain import PLAIN
+from jetspec_jax.loop.processors import Past, Sampling
 
 VOCAB, DEPTH, DRAWS, BATCH = 8, 2, 200_000, 50_000
 LOADED = tiny.hash_target(VOCAB, seed=3, scale=1.0)
-PLAIN = Decoder(LOADED.model, None, 1, 8)
-TREE = Decoder(LOADED.model, tiny.TableDraft(DEPTH), 8, 8, "best_first", 3)
-CHAIN = Decoder(LOADED.model, tiny.TableDraft(DEPTH), 3, 8, "accum_logp", 1)
+ALONE = Decoder(LOADED.model, PLAIN, 8)
+TREE = tiny.loop(LOADED.model, tiny.TableDraft(DEPTH), 8, 8, "best_first", 3)
+CHAIN = tiny.loop(LOADED.model, tiny.TableDraft(DEPTH), 3, 8, "accum_logp", 1)
 PROMPT = 5
 
 
-noise_of = jax.jit(sampling.noise, static_argnums=2)
-choose_rows = jax.jit(
-    lambda logits, offsets, first, temperature, seed, span: sampling.pick(
-        logits, offsets, first, sampling.Sampling(temperature, seed), span
-    ),
-    static_argnums=5,
-)
+noise_of = jax.jit(vocabulary.gumbel, static_argnums=2)
+
+
+@functools.partial(jax.jit, static_argnums=5)
+def choose_rows(logits, offsets, first, temperature, seed, span):
+    past = Past(jnp.zeros((first.size, 1), jnp.int32), first, first, jnp.full((first.size, 1), -1))
+    asked = Sampling(temperature, seed)
+    made = choice.choose(asked, past, jnp.zeros(first.size, bool), span - 1, logits.shape[-1])
+    return made._pick(logits, offsets)
 
 
 def choose(logits, offsets, first, temperature, seed, span):
@@ -54,7 +58,7 @@ def test_noise_belongs_to_seed_and_position_alone():
 
 
 def test_noise_differs_between_positions_and_seeds():
-    rows = [sampling.noise(jnp.uint32(s), jnp.int32(p), 64) for s in (0, 1, 2**32 - 1) for p in (0, 1, 2)]
+    rows = [vocabulary.gumbel(jnp.uint32(s), jnp.int32(p), 64) for s in (0, 1, 2**32 - 1) for p in (0, 1, 2)]
     corr = np.corrcoef(np.stack(rows))
     assert (np.abs(corr - np.eye(len(rows))) < 0.5).all()
 
@@ -127,7 +131,7 @@ def p_value(tokens: np.ndarray, wanted: np.ndarray) -> float:
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_plain_law(temperature):
-    assert p_value(draw(PLAIN, temperature, None)[0], law(temperature)) > 0.001
+    assert p_value(draw(ALONE, temperature, None)[0], law(temperature)) > 0.001
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -137,7 +141,7 @@ def test_speculative_law(static, kind, temperature):
     """FC-12, FC-14: the joint law of three tokens, two of them from a tree, is the target's; so are the very tokens."""
     tokens, _ = draw(static, temperature, kind)
     assert p_value(tokens, law(temperature)) > 0.001
-    assert (tokens == draw(PLAIN, temperature, None)[0]).all(1).mean() > 0.9999  # rounding of the noise, at most
+    assert (tokens == draw(ALONE, temperature, None)[0]).all(1).mean() > 0.9999  # rounding of the noise, at most
 
 
 def test_acceptance_tells_the_drafters_apart():
@@ -149,13 +153,20 @@ def test_acceptance_tells_the_drafters_apart():
 def test_drafts_are_ranked_under_the_noise_of_the_choice():
     """The very noise that the target's choice will hear, row by row; a greedy row in a warm batch keeps its logits."""
     logits = np.random.default_rng(4).standard_normal((3, 2, 50)).astype(np.float32)
-    options = sampling.Sampling(jnp.array([1.0, 0.0, 0.6]), jnp.array([5, 6, 7], jnp.uint32))
+    options = Sampling(jnp.array([1.0, 0.0, 0.6]), jnp.array([5, 6, 7], jnp.uint32))
     first = jnp.array([3, 9, 20])
-    ranked, rows = jax.jit(sampling.foresee, static_argnums=3)(jnp.asarray(logits), first, options, 0.5)
+
+    @jax.jit
+    def foreseen(logits):
+        past = Past(jnp.zeros((3, 1), jnp.int32), first, first, jnp.full((3, 1), -1))
+        made = choice.choose(options, past, jnp.zeros(3, bool), 2, 50)
+        return made.foresee(logits, 0.5), made.noise
+
+    ranked, rows = foreseen(jnp.asarray(logits))
     for b, d in [(0, 0), (0, 1), (2, 0), (2, 1)]:
         noise = noise_of(options.seed[b], first[b] + d, 50)
         np.testing.assert_array_equal(rows[b, d], noise)
-        wanted = 0.5 * (logits[b, d] / options.temperature[b] + sampling.NOISE_SHARE * noise)
+        wanted = 0.5 * (logits[b, d] / options.temperature[b] + choice.NOISE_SHARE * noise)
         np.testing.assert_allclose(ranked[b, d], wanted, rtol=1e-5, atol=1e-6)
     assert (ranked[1] == logits[1]).all() and not rows[1].any()
 
@@ -163,7 +174,7 @@ def test_drafts_are_ranked_under_the_noise_of_the_choice():
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_the_noise_helps_a_good_draft(temperature):
     """The same tokens in fewer rounds."""
-    blind = dataclasses.replace(TREE, sharpness=0.0)
+    blind = tiny.loop(LOADED.model, tiny.TableDraft(DEPTH), 8, 8, "best_first", 3, 0.0)
     (tokens, without), (same, helped) = draw(blind, temperature, "good"), draw(TREE, temperature, "good")
     assert (tokens == same).all(1).mean() > 0.9999
     assert helped > without + 0.05
@@ -171,7 +182,7 @@ def test_the_noise_helps_a_good_draft(temperature):
 
 def test_the_test_sees_a_wrong_law():
     """A temperature that is 2 % off, or a second token drawn without looking at the first."""
-    tokens, joint = draw(PLAIN, 1.0, None)[0], law(1.0)
+    tokens, joint = draw(ALONE, 1.0, None)[0], law(1.0)
     assert p_value(tokens, law(1.02)) < 0.001
     blind = joint.sum((1, 2))[:, None, None] * joint.sum(0)[None]
     assert p_value(tokens, blind) < 0.001

@@ -81,8 +81,8 @@ def test_forward_equals_dense_attention_and_inference(causal):
         context = head.context_kv(head.context(taps), jnp.arange(12)[None])
         x = slots.reshape(1, -1, 16)
         for layer, (ck, cv) in zip(head.layers, context, strict=True):
-            q, k, v = layer.project(layer.normed(x), angles)
-            x = layer.finish(x, attend(q, (jnp.concatenate([ck, k], 2), jnp.concatenate([cv, v], 2)), mask))
+            q, k, v = layer.project(rms_norm(x, layer.input_norm[...], config.norm_eps), angles)
+            x = sum(layer.after(x, attend(q, (jnp.concatenate([ck, k], 2), jnp.concatenate([cv, v], 2)), mask)))
         return rms_norm(x, head.norm[...], config.norm_eps).reshape(1, 2, block, 16)
 
     np.testing.assert_allclose(got[:1], dense(slots[:1], taps[:1]), atol=1e-5)

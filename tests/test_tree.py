@@ -23,8 +23,10 @@ ANCHOR = 77
 def _build(builder, width, rows, logits, budget):
     logits = jnp.asarray(logits, jnp.float32)
     batch = logits.shape[0]
-    built = tree.build(builder, width, rows, logits, jnp.full((batch,), ANCHOR, jnp.int32), budget)
-    return built, tree.candidates(logits, min(width, rows - 1, logits.shape[-1]))
+    rule = tree.Rule(rows, builder, width)
+    built = tree.build(rule, logits, jnp.full((batch,), ANCHOR, jnp.int32), budget)
+    found = tree.candidates(rule, logits)
+    return built, (found.logp[:, :, 0], found.token)
 
 
 def build(*args):
@@ -38,7 +40,11 @@ def grow(builder, rows, logp, token):
     return {"best_first": tree._best_first, "accum_logp": tree._accum_logp}[builder](logp, token, rows)
 
 
-candidates = jax.jit(tree.candidates, static_argnums=1)
+@functools.partial(jax.jit, static_argnums=1)
+def candidates(logits, width):
+    """Scores and tokens of each depth."""
+    found = tree.candidates(tree.Rule(width + 1, width=width), logits)
+    return found.logp[:, :, 0], found.token
 
 
 def nodes(built, row: int = 0) -> list[oracles.Node]:
@@ -192,7 +198,7 @@ def test_broken_draft_rows_drop_out(builder, data):
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_one_row_is_the_root(builder):
     logits = jnp.zeros((2, 3, 5))
-    built = tree.build(builder, 4, 1, logits, jnp.array([3, 4]), jnp.array([1, 9]))
+    built = tree.build(tree.Rule(1, builder, 4), logits, jnp.array([3, 4]), jnp.array([1, 9]))
     assert built.tokens.tolist() == [[3], [4]] and built.parents.tolist() == [[-1], [-1]]
     assert built.depths.tolist() == [[0], [0]] and built.size.tolist() == [1, 1]
 

@@ -9,6 +9,7 @@ import tiny
 from jetspec_jax import audit, baseline, speculate
 from jetspec_jax.config import SamplingConfig, TreeConfig
 from jetspec_jax.loop import decoder
+from jetspec_jax.loop.plain import PLAIN
 
 PROMPTS = [[1, 2, 3], [9]]
 MANY = SamplingConfig(
@@ -30,7 +31,7 @@ def test_the_library():
 
 def test_programs_of_the_callers_own():
     target = tiny.target("dense")
-    static, params = decoder.Decoder(target.model, None, 1, 48), {"target": target.params, "draft": None}
+    static, params = decoder.Decoder(target.model, PLAIN, 48), {"target": target.params, "draft": None}
     asked = tiny.request(PROMPTS, 5)
     wanted = tiny.outputs(tiny.decode(static, params, asked))
     with jax.enable_x64(True):

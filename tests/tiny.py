@@ -15,15 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax.backends.ops import XLA, Ops
+from jetspec_jax.backends.xla import PLAIN_XLA, XLA
 from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
 from jetspec_jax.drafts import block as blocks
+from jetspec_jax.engine.geometry import Geometry
 from jetspec_jax.layers import cache as kv_cache
 from jetspec_jax.layers import masks
 from jetspec_jax.loop import decoder
-from jetspec_jax.loop.contracts import Output
-from jetspec_jax.loop.sampling import Sampling
+from jetspec_jax.loop.contracts import Ends, Output, Seen
+from jetspec_jax.loop.plain import PLAIN
+from jetspec_jax.loop.processors import Sampling
+from jetspec_jax.loop.state import Request, State
+from jetspec_jax.loop.tree import Rule
 from jetspec_jax.models import qwen3
+from jetspec_jax.options import SHARPNESS
 
 VOCAB = 37
 MANY = np.int32(10_000)  # rounds
@@ -147,7 +152,7 @@ class HashTarget:
 
     vocab_size: int
     modulus: int = 97
-    ops: Ops = XLA
+    backend: XLA = PLAIN_XLA
 
     def params(self, seed: int, scale: float = 2.0):
         """Random table and position weights."""
@@ -184,25 +189,40 @@ def hash_target(vocab: int = VOCAB, seed: int = 0, scale: float = 2.0) -> Loaded
     return Loaded(model, model.params(seed, scale), model_config("dense", max_positions=256), jnp.dtype("float32"))
 
 
+EIGHT = Rule(8)
+NO_ENDS = Ends(None, None)  # for drafts that ask nothing of them
+
+
+def seen(features, count, start=0, path=False) -> Seen:
+    """Rows for a draft that reads no tokens; numbers hold for every row."""
+    row = lambda value: jnp.broadcast_to(jnp.asarray(value, jnp.int32), features.shape[:1])
+    return Seen(jnp.asarray(features), row(start), row(count), None, path)
+
+
 @dataclasses.dataclass(frozen=True)
 class TableDraft:
     """The same draft logits in every round, params {"logits": [D, V]}: good, bad, broken or adversarial."""
 
     depth: int
     taps: tuple[int, ...] = ()
+    rule: Rule = EIGHT
+
+    @property
+    def nodes(self):
+        return self.rule.nodes
+
+    def shaped(self, rule, depth):
+        return dataclasses.replace(self, rule=rule, depth=depth)
 
     def init(self, params, batch, capacity):
         return jnp.zeros((batch,))
 
-    def prefill(self, params, state, features, length, start=None):
+    def extend(self, params, state, seen, ends):
         return state
 
-    def propose(self, params, state, tokens, length, embed, logits):
+    def propose(self, params, state, choice, budget, ends):
         table = params["logits"][: self.depth]
-        return jnp.broadcast_to(table, (tokens.shape[0], *table.shape)), state
-
-    def keep(self, state, features, count):
-        return state
+        return choice.tree(self.rule, jnp.broadcast_to(table, (budget.size, *table.shape)), budget), state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,32 +236,38 @@ class CoachedDraft:
     depth: int
     vocab_size: int
     head: Any = None
+    rule: Rule = EIGHT
+
+    @property
+    def nodes(self):
+        return self.rule.nodes
 
     @property
     def taps(self):
         return self.head.taps if self.head else ()
 
+    def shaped(self, rule, depth):
+        return dataclasses.replace(self, rule=rule, depth=depth)
+
     def init(self, params, batch, capacity):
         return self.head.init(params["head"], batch, capacity) if self.head else jnp.zeros((batch,))
 
-    def prefill(self, params, state, features, length, start=None):
-        return self.head.prefill(params["head"], state, features, length, start) if self.head else state
+    def extend(self, params, state, seen, ends):
+        return self.head.extend(params["head"], state, seen, ends) if self.head else state
 
-    def keep(self, state, features, count):
-        return self.head.keep(state, features, count) if self.head else state
-
-    def propose(self, params, state, tokens, length, embed, logits):
+    def propose(self, params, state, choice, budget, ends):
+        length = choice.past.length
         ahead = length[:, None] + jnp.arange(self.depth)
-        plain = jnp.broadcast_to(params["plain"], (tokens.shape[0], params["plain"].shape[1]))
+        plain = jnp.broadcast_to(params["plain"], (budget.size, params["plain"].shape[1]))
         right = jnp.take_along_axis(plain, jnp.minimum(ahead, plain.shape[1] - 1), 1)[..., None]
         rank = params["rank"][length % params["rank"].shape[0], : self.depth, None]
         behind = (jnp.arange(self.vocab_size) - right - 1) % self.vocab_size  # decoys in cyclic order
         own = jnp.where(rank < 0, -jnp.inf, 0.5 - rank)
         told = jnp.where(behind == self.vocab_size - 1, own, -behind)
-        if self.head is None:
-            return told, state
-        drafted, state = self.head.propose(params["head"], state, tokens, length, embed, logits)
-        return jnp.where(params["coach"], told, drafted), state
+        if self.head is not None:
+            drafted, state = self.head.logits(params["head"], state, choice.anchor, length, ends)
+            told = jnp.where(params["coach"], told, drafted)
+        return choice.tree(self.rule, told, budget), state
 
 
 def coached(plain, rank, head_params=None, coach: bool = True):
@@ -252,15 +278,15 @@ def coached(plain, rank, head_params=None, coach: bool = True):
 
 prefill = jax.jit(decoder.prefill, static_argnums=0)
 rounds = jax.jit(decoder.rounds, static_argnums=0)
-traced_step = jax.jit(decoder.traced_step, static_argnums=0)
+step_recorded = jax.jit(decoder.step_recorded, static_argnums=0)
 
 
-def request(prompts, new, budget=64, temperature=0.0, seed=0, eos=(), slots: int = 8, ends: int = 3) -> decoder.Request:
+def request(prompts, new, budget=64, temperature=0.0, seed=0, eos=(), slots: int = 8, ends: int = 3) -> Request:
     """Right-padded arrays; numbers hold for every row, lists give one value a row. `eos`: ids for every row."""
     batch = len(prompts)
     row = lambda value, dtype: np.broadcast_to(np.asarray(value, dtype), (batch,))
     lengths = row([len(p) for p in prompts], np.int32)
-    asked = decoder.Request(
+    asked = Request(
         tokens=np.array([[*p, *[0] * (slots - len(p))] for p in prompts], np.int32),
         prompt_length=lengths,
         limit=lengths + row(new, np.int32),
@@ -271,21 +297,34 @@ def request(prompts, new, budget=64, temperature=0.0, seed=0, eos=(), slots: int
     return jax.tree.map(jnp.asarray, asked)
 
 
-def decode(static: decoder.Decoder, params, asked: decoder.Request) -> decoder.State:
+def geometry(options, prompt: int = 8) -> Geometry:
+    """Sizes for one request of each of the options."""
+    fitted = Geometry.fit([[0]] * len(options), options, PLAIN, 512)
+    return dataclasses.replace(fitted, prompt=prompt)
+
+
+def loop(
+    model, draft, nodes, capacity, builder="best_first", width=64, sharpness=SHARPNESS, **static
+) -> decoder.Decoder:
+    """A decoder whose draft makes trees of this shape."""
+    return decoder.Decoder(model, draft.shaped(Rule(nodes, builder, width, sharpness), draft.depth), capacity, **static)
+
+
+def decode(static: decoder.Decoder, params, asked: Request) -> State:
     """To the end of every row; on the host, without the caches."""
     state = rounds(static, params, prefill(static, params, asked), MANY)
     return jax.device_get(state._replace(cache=(), draft=None))
 
 
-def outputs(state: decoder.State) -> list[list[int]]:
+def outputs(state: State) -> list[list[int]]:
     """New tokens of every row."""
     tokens, first, last = jax.device_get((state.tokens, state.prompt_length, state.length))
     return [row[a:b].tolist() for row, a, b in zip(tokens, first, last, strict=True)]
 
 
-def plain(loaded: Loaded, asked: decoder.Request, capacity: int = 48) -> decoder.State:
+def plain(loaded: Loaded, asked: Request, capacity: int = 48) -> State:
     """Decoding with the target alone."""
-    static = decoder.Decoder(loaded.model, None, 1, capacity)
+    static = decoder.Decoder(loaded.model, PLAIN, capacity)
     return decode(static, {"target": loaded.params, "draft": None}, asked)
 
 

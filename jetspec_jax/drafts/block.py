@@ -15,24 +15,27 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jetspec_jax.backends.ops import XLA, Ops
+from jetspec_jax.backends.xla import PLAIN_XLA, XLA
 from jetspec_jax.config import ConfigError, HeadConfig
 from jetspec_jax.layers import cache as kv_cache
-from jetspec_jax.layers import masks, rope
+from jetspec_jax.layers import masks
 from jetspec_jax.layers.cache import Cache
 from jetspec_jax.layers.numerics import einsum, rms_norm
-from jetspec_jax.models.qwen3 import Layer
+from jetspec_jax.loop.choice import Choice
+from jetspec_jax.loop.contracts import Ends, Seen
+from jetspec_jax.loop.tree import Rule, Tree
+from jetspec_jax.models.layer import Stack
 
 
-class Head(nnx.Module):
+class Head(Stack):
     """Parameters of the head. F = taps * E of the target."""
 
+    config: HeadConfig
+
     def __init__(self, config: HeadConfig, dtype):
-        self.config = c = config
-        self.fc = nnx.Param(jnp.zeros((len(c.tap_layers) * c.hidden_size, c.hidden_size), dtype))
-        self.hidden_norm = nnx.Param(jnp.zeros((c.hidden_size,), dtype))
-        self.layers = nnx.List([Layer(c, dtype) for _ in range(c.num_layers)])
-        self.norm = nnx.Param(jnp.zeros((c.hidden_size,), dtype))
+        super().__init__(config, dtype)
+        self.fc = nnx.Param(jnp.zeros((len(config.tap_layers) * config.hidden_size, config.hidden_size), dtype))
+        self.hidden_norm = nnx.Param(jnp.zeros((config.hidden_size,), dtype))
 
     def context(self, features: Float[Array, "B C F"]) -> Float[Array, "B C E"]:
         """Fuses tapped features; every layer projects the same rows to keys and values."""
@@ -40,9 +43,8 @@ class Head(nnx.Module):
         return rms_norm(fused, self.hidden_norm[...], self.config.norm_eps)
 
     def context_kv(self, context: Float[Array, "B C E"], positions: Int[Array, "B C"]) -> Cache:
-        """K/V of context rows for every layer: they depend on nothing that comes later, so they are cached."""
-        c = self.config
-        angles = rope.angles(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+        """Returns the context rows' keys and values of every layer: nothing that comes later changes them."""
+        angles = self.angles(positions)
         return tuple(layer.context_kv(context, angles) for layer in self.layers)
 
     def __call__(
@@ -53,28 +55,35 @@ class Head(nnx.Module):
         count: Int[Array, " B"],
         cache: Cache,
         length: Int[Array, " B"],
-        ops: Ops = XLA,
+        backend: XLA = PLAIN_XLA,
     ) -> tuple[Float[Array, "B T E"], Cache]:
-        """Hidden states of the block for the target's lm_head, and the cache with the new context in it.
+        """Returns hidden states of the block for the target's lm_head, and the cache with the new context in it.
 
-        block: embeddings of [anchor, MASK, ...] at positions start, start + 1, ... context: the first `count` rows are
-        new, at positions length, length + 1, ... behind the `length` rows of `cache`. Both share one matrix product a
-        layer; the context enters the cache before the block reads it, so the cache is updated in place.
+        Block and context share one product a layer. The context enters the cache before the block reads it, so the
+        cache is updated in place.
+
+        Args:
+          block: embeddings of [anchor, MASK, ...] at positions start, start + 1, ...
+          start: position of the anchor.
+          context: fused features, of which the first `count` rows are new, at positions length, length + 1, ...
+          count: new rows of the context.
+          cache: keys and values of the context so far.
+          length: its rows.
+          backend: what computes.
         """
-        c, x, product, updated = self.config, block, None, []
         rows, slots = context.shape[1], block.shape[1]
         positions = [length[:, None] + jnp.arange(rows), start[:, None] + jnp.arange(slots)]
-        angles = rope.angles(jnp.concatenate(positions, axis=1), c.head_dim, c.rope_theta, c.rope_scaling)
-        own = masks.causal(slots) if c.causal else jnp.ones((1, slots, slots), bool)
+        angles = self.angles(jnp.concatenate(positions, axis=1))
+        own = masks.causal(slots) if self.config.causal else jnp.ones((1, slots, slots), bool)
         mask = jnp.pad(own, ((0, 0), (0, 0), (rows, 0)))  # the context is read from the cache
         new = jnp.broadcast_to(jnp.arange(rows), (len(block), rows))
-        for layer, old in zip(self.layers, cache, strict=True):
-            x, h = ops.add_norm(x, product, layer.input_norm[...], c.norm_eps)
-            q, k, v = layer.project(jnp.concatenate([context, h], axis=1), angles, ops)
-            (kv,) = ops.commit((old,), ((k, v),), new, length)
-            x, product = layer.after(x, ops.attend(q[:, rows:], (k, v), mask, kv, length + count), ops)
-            updated.append(kv)
-        return ops.add_norm(x, product, self.norm[...], c.norm_eps)[1], tuple(updated)
+
+        def attend(i, q, fresh):
+            (kv,) = backend.commit((cache[i],), (fresh,), new, length)
+            return backend.attend(q[:, rows:], fresh, mask, kv, length + count), kv
+
+        ran = self.run(block, angles, attend, backend, context)
+        return ran.hidden, ran.kept
 
 
 class HeadState(NamedTuple):
@@ -88,7 +97,7 @@ class HeadState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockDraft:
-    """The head as pure functions; implements `drafts.Draft`.
+    """The head as pure functions; implements `contracts.Draft`.
 
     depth may be smaller than the block allows. A causal head then runs fewer slots: the first are exact without the
     rest. A bidirectional one runs the whole block.
@@ -96,12 +105,17 @@ class BlockDraft:
 
     config: HeadConfig
     depth: int
+    rule: Rule
     graphdef: nnx.GraphDef = dataclasses.field(compare=False, repr=False)
-    ops: Ops = XLA
+    backend: XLA = PLAIN_XLA
 
     def __post_init__(self):
         if not 1 <= self.depth <= self.config.depth:
             raise ConfigError(f"depth={self.depth}: this head drafts 1..{self.config.depth} positions a round")
+
+    @property
+    def nodes(self) -> int:
+        return self.rule.nodes
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -119,30 +133,53 @@ class BlockDraft:
         pending = jnp.zeros((batch, self.depth + 1, len(c.tap_layers) * c.hidden_size), dtype)
         return HeadState(context, zeros, pending, zeros)
 
-    def prefill(self, params, state: HeadState, features, length, start=None) -> HeadState:
+    def extend(self, params, state: HeadState, seen: Seen, ends: Ends) -> HeadState:
+        """Projects the features of a prompt at once; those of a path wait, and share the products of the next block."""
+        if seen.path:
+            return state._replace(pending=seen.features.astype(state.pending.dtype), count=seen.count)
         head = self._module(params)
-        start = jnp.zeros_like(length) if start is None else start
-        positions = start[:, None] + jnp.arange(features.shape[1])
-        fresh = head.context_kv(head.context(features), positions)
-        return state._replace(context=kv_cache.write(state.context, fresh, start), length=length)
+        positions = seen.start[:, None] + jnp.arange(seen.features.shape[1])
+        fresh = head.context_kv(head.context(seen.features), positions)
+        length = jnp.where(seen.count > 0, seen.start + seen.count, state.length)
+        return state._replace(context=kv_cache.write(state.context, fresh, seen.start), length=length)
 
-    def propose(self, params, state: HeadState, tokens, length, embed, logits):
+    def propose(self, params, state: HeadState, choice: Choice, budget, ends: Ends) -> tuple[Tree, HeadState]:
+        logits, state = self.logits(params, state, choice.anchor, choice.past.length, ends)
+        return choice.tree(self.rule, logits, budget, self.backend.grow), state
+
+    def logits(
+        self, params, state: HeadState, anchor: Int[Array, " B"], length: Int[Array, " B"], ends: Ends
+    ) -> tuple[Float[Array, "B D V"], HeadState]:
+        """Runs the block: f32 logits of the D positions from `length` on, and the state after it.
+
+        anchor: the token at position length - 1.
+        """
         head = self._module(params)
-        anchor = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
-        block = jnp.pad(anchor, ((0, 0), (0, self.slots - 1)), constant_values=self.config.mask_token_id)
+        block = jnp.pad(anchor[:, None], ((0, 0), (0, self.slots - 1)), constant_values=self.config.mask_token_id)
         context = head.context(state.pending)
-        hidden, cache = head(embed(block), length - 1, context, state.count, state.context, state.length, self.ops)
+        at = state.count, state.context, state.length
+        hidden, cache = head(ends.embed(block), length - 1, context, *at, self.backend)
         state = state._replace(context=cache, length=state.length + state.count, count=jnp.zeros_like(state.count))
-        return logits(hidden[:, 1 : self.depth + 1]), state
+        return ends.logits(hidden[:, 1 : self.depth + 1]), state
 
-    def keep(self, state: HeadState, features, count) -> HeadState:
-        return state._replace(pending=features.astype(state.pending.dtype), count=count)
+    def shaped(self, rule: Rule, depth: int) -> BlockDraft:
+        return dataclasses.replace(self, rule=rule, depth=depth)
 
     def _module(self, params) -> Head:
         return nnx.merge(self.graphdef, nnx.State(params))
 
 
-def build(config: HeadConfig, dtype, depth: int | None = None, ops: Ops = XLA) -> tuple[BlockDraft, dict]:
-    """The pure functions of a head and its parameters as shapes; `depth` None drafts the whole block."""
+def build(
+    config: HeadConfig, dtype, depth: int | None = None, backend: XLA = PLAIN_XLA, rule: Rule | None = None
+) -> tuple[BlockDraft, dict]:
+    """Returns the pure functions of a head, and its parameters as shapes.
+
+    Args:
+      config: of the head.
+      dtype: of its parameters.
+      depth: longest path; None is the whole block.
+      backend: how it computes.
+      rule: how its scores become a tree; None is a tree of 64 nodes.
+    """
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Head(config, dtype)))
-    return BlockDraft(config, depth or config.depth, graphdef, ops), nnx.to_pure_dict(state)
+    return BlockDraft(config, depth or config.depth, rule or Rule(64), graphdef, backend), nnx.to_pure_dict(state)

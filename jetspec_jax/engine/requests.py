@@ -1,19 +1,20 @@
-"""A batch of prompts and their options as the arrays of a `Request`; what does not fit the target is refused here."""
+"""Token ids and their options: checked against the target, and as the arrays of a `Request`."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
-from jetspec_jax.config import MIN_TEMPERATURE
-from jetspec_jax.fields import shown
-from jetspec_jax.loop.decoder import Request
-from jetspec_jax.loop.sampling import Bias, Penalties, Sampling
-from jetspec_jax.options import ConfigError, SamplingConfig
-
-MAX_ENDS = 8  # end tokens of a row, unless it gives more
+from jetspec_jax.engine import geometry as sizes
+from jetspec_jax.engine.geometry import Geometry
+from jetspec_jax.fields import ConfigError, shown
+from jetspec_jax.loop.processors import Bias, Penalties, Sampling
+from jetspec_jax.loop.state import Request
+from jetspec_jax.options import SamplingConfig
 
 
 def resolve(target, option: SamplingConfig) -> SamplingConfig:
@@ -55,7 +56,7 @@ def check(target, ids: Sequence[int], option: SamplingConfig) -> None:
     vocab, limit = target.model.vocab_size, target.config.context_length
     bad = [i for i in ids if not 0 <= i < vocab]
     if bad:
-        raise ConfigError(f"prompt: {shown(bad[0])} is not a token; ids are 0..{vocab - 1}")
+        raise ConfigError(f"prompt: {shown(bad[0])} is no token of the target; ids are 0..{vocab - 1}")
     if len(ids) > limit:
         raise ConfigError(f"prompt: {len(ids)} tokens, and the target's context is {limit}; shorten the prompt")
     scaling = target.config.rope_scaling
@@ -85,48 +86,65 @@ def check(target, ids: Sequence[int], option: SamplingConfig) -> None:
             raise ConfigError(f"{name}: {shown(bad[0])} is not a token; ids are 0..{vocab - 1}")
 
 
-def request(ids: Sequence[list[int]], options: Sequence[SamplingConfig], budgets: Sequence[int], width: int) -> Request:
-    """Right-padded arrays of resolved options; the batch is padded to a power of two with rows that end before their
-    first round. `width`: prompt slots."""
-    spare = power(len(ids), 1) - len(ids)
-    limits = [len(i) + o.max_new_tokens for i, o in zip(ids, options, strict=True)]
-    ints = lambda rows, fill: jnp.array([*rows, *[fill] * spare], jnp.int32)
-    ends = [[*(o.eos or ()), *o.stop_token_ids] for o in options]
-    most = power(max(map(len, ends)), MAX_ENDS)
+def arrays(
+    prompts: Sequence[Sequence[int]], options: Sequence[SamplingConfig], budgets: Sequence[int], geometry: Geometry
+) -> Request:
+    """Returns right-padded arrays of checked requests.
+
+    Args:
+      prompts: token ids of each.
+      options: resolved options of each.
+      budgets: tree nodes of each.
+      geometry: sizes of the arrays; rows up to its batch are padding and end before their first round.
+    """
+    spare = geometry.batch - len(prompts)
+    limits = [len(ids) + option.max_new_tokens for ids, option in zip(prompts, options, strict=True)]
+    ends = [sizes.ends(option) for option in options]
+
+    def ints(rows: Iterable, fill) -> jnp.ndarray:
+        return jnp.array([*rows, *[fill] * spare], jnp.int32)
+
+    def padded(row: Sequence[int], size: int, fill: int) -> list[int]:
+        return [*row, *[fill] * (size - len(row))]
+
     return Request(
-        tokens=ints([i + [0] * (width - len(i)) for i in ids], [0] * width),
-        prompt_length=ints(map(len, ids), 1),
+        tokens=ints((padded(ids, geometry.prompt, 0) for ids in prompts), [0] * geometry.prompt),
+        prompt_length=ints(map(len, prompts), 1),
         limit=ints(limits, 1),
         budget=ints(budgets, 1),
-        sampling=sampling(ids, [*options, *[SamplingConfig()] * spare]),
-        eos=ints([e + [-1] * (most - len(e)) for e in ends], [-1] * most),
+        sampling=sampling([*map(len, prompts), *[0] * spare], [*options, *[SamplingConfig()] * spare], geometry),
+        eos=ints((padded(row, geometry.ends, -1) for row in ends), [-1] * geometry.ends),
     )
 
 
-def sampling(ids: Sequence[list[int]], options: Sequence[SamplingConfig]) -> Sampling:
-    """The arrays of resolved options; one that no row uses is None. Rows behind the prompts are padding."""
-    column = lambda name, dtype: jnp.array([getattr(o, name) for o in options], dtype)
-    used = lambda name: any(getattr(o, name) != getattr(SamplingConfig, name) for o in options)
-    optional = lambda name, dtype: column(name, dtype) if used(name) else None
-    warm = any(o.temperature >= MIN_TEMPERATURE for o in options)
-    penalties = [f"{name}_penalty" for name in Penalties._fields]
-    early = [len(i) + o.min_new_tokens for i, o in zip(ids, options, strict=False)]
+def sampling(lengths: Sequence[int], options: Sequence[SamplingConfig], geometry: Geometry) -> Sampling:
+    """Returns resolved options as arrays; fields that the geometry has no room for are None.
+
+    lengths: tokens of each prompt.
+    """
+
+    def column(name: str, dtype) -> jnp.ndarray:
+        return jnp.array([getattr(option, name) for option in options], dtype)
+
+    def optional(name: str, dtype):
+        return column(name, dtype) if name in geometry.options else None
+
+    def penalties() -> Penalties:
+        return Penalties(*(column(f"{name}_penalty", jnp.float32) for name in Penalties._fields))
+
+    has, words = geometry.options, geometry.words
+    early = [length + option.min_new_tokens for length, option in zip(lengths, options, strict=True)]
     return Sampling(
-        temperature=column("temperature", jnp.float32) if warm else None,
+        temperature=optional("temperature", jnp.float32),
         seed=column("seed", jnp.uint32),
         top_k=optional("top_k", jnp.int32),
         top_p=optional("top_p", jnp.float32),
         min_p=optional("min_p", jnp.float32),
-        penalties=Penalties(*(column(n, jnp.float32) for n in penalties)) if any(map(used, penalties)) else None,
-        bias=_bias([_pairs(o) for o in options]) if used("logit_bias") else None,
-        bad_words=_words([o.bad_words for o in options]) if used("bad_words") else None,
-        min_length=jnp.array(early + [0] * (len(options) - len(ids)), jnp.int32) if used("min_new_tokens") else None,
+        penalties=penalties() if "penalties" in has else None,
+        bias=_bias([_pairs(option) for option in options], words.bias) if "bias" in has else None,
+        bad_words=_words([option.bad_words for option in options], words) if "bad_words" in has else None,
+        min_length=jnp.array(early, jnp.int32) if "min_length" in has else None,
     )
-
-
-def power(size: int, smallest: int) -> int:
-    """The next power of two: arrays come in few sizes, for each size is a program."""
-    return max(smallest, 1 << (size - 1).bit_length())
 
 
 def _pairs(option: SamplingConfig) -> tuple[tuple[int, float], ...]:
@@ -134,15 +152,15 @@ def _pairs(option: SamplingConfig) -> tuple[tuple[int, float], ...]:
     return option.logit_bias
 
 
-def _bias(rows) -> Bias:
-    most = power(max(map(len, rows)), 4)
+def _bias(rows: Sequence[Sequence[tuple[int, float]]], most: int) -> Bias:
     padded = [[*row, *[(-1, 0.0)] * (most - len(row))] for row in rows]
-    token, value = ([[pair[i] for pair in row] for row in padded] for i in (0, 1))
+    token, value = ([[entry[i] for entry in row] for row in padded] for i in (0, 1))
     return Bias(jnp.array(token, jnp.int32), jnp.array(value, jnp.float32))
 
 
-def _words(rows):
-    most = power(max(map(len, rows)), 4)
-    size = power(max(len(word) for row in rows for word in row), 1)
-    fill = lambda word: [-1] * (size - len(word)) + list(word)
-    return jnp.array([[*map(fill, row), *[[-1] * size] * (most - len(row))] for row in rows], jnp.int32)
+def _words(rows: Sequence[Any], words: sizes.Words) -> jnp.ndarray:
+    table = np.full((len(rows), words.bad, words.tokens), -1, np.int32)  # padded at the left
+    for row, listed_words in enumerate(rows):
+        for i, word in enumerate(listed_words):
+            table[row, i, words.tokens - len(word) :] = word
+    return jnp.asarray(table)

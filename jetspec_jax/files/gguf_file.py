@@ -6,6 +6,7 @@ takes seconds. Quantised blocks are decoded by the `gguf` package.
 
 from __future__ import annotations
 
+import math
 import mmap
 import pathlib
 import struct
@@ -13,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from jetspec_jax.config import ConfigError
+from jetspec_jax.fields import ConfigError, Fields, shown, whole
+from jetspec_jax.files import text
 
 MODEL_TYPES = {"llama": "llama", "qwen3": "qwen3"}
 
@@ -41,6 +43,8 @@ STRING, ARRAY = 8, 9
 class GGUF:
     """One GGUF file; implements `checkpoint.Source`. Quantised tensors are read as f32.
 
+    fields: the metadata, whose values are of any type until they are read through it.
+
     Raises:
       ConfigError: the file is none, is cut short, or is of an architecture or a kind that is not supported.
     """
@@ -50,37 +54,34 @@ class GGUF:
 
         self.path = path
         try:
-            with open(path, "rb") as file:
+            with text.open_regular(path) as file:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             contents = _Contents(self._bytes)
-            self._fields = contents.fields
+            self.fields = Fields(contents.fields, str(path))
             self.shapes: dict[str, tuple[int, ...]] = {}
             self._blocks: dict[str, tuple[Any, int, tuple[int, ...]]] = {}
             for original, (shape, kind, offset) in contents.tensors.items():
                 quantization, name = gguf.GGMLQuantizationType(kind), self._published(original)
                 stored = gguf.quants.quant_shape_to_byte_shape(shape, quantization)
-                if offset + int(np.prod(stored)) > len(self._bytes):
+                if offset + math.prod(stored) > len(self._bytes):
                     raise ValueError(f"{original} lies behind its end")
                 self.shapes[name], self._blocks[name] = shape, (quantization, offset, stored)
+        except ConfigError:
+            raise
         except (ValueError, OSError, struct.error, RecursionError, OverflowError, MemoryError) as error:
             raise ConfigError(f"{path}: not a complete GGUF file ({error})") from None
-        self.architecture = self.get("general.architecture")
+        self.architecture = self.fields.text("general.architecture", "")
         if self.architecture not in MODEL_TYPES:
-            raise ConfigError(
-                f"{path}: architecture {self.architecture!r} is not supported; use one of {', '.join(MODEL_TYPES)}"
-            )
-        if self.get("split.count", 1) > 1:
-            raise ConfigError(f"{path}: one of {self.get('split.count')} parts; join them (llama-gguf-split --merge)")
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """A value of the metadata; lists as lists."""
-        return self._fields.get(key, default)
+            raise self.fields.wrong("general.architecture", f"not supported; use one of {', '.join(MODEL_TYPES)}")
+        parts = self.fields.whole("split.count", 0, default=1)
+        if parts > 1:
+            raise ConfigError(f"{path}: one of {parts} parts; join them (llama-gguf-split --merge)")
 
     def read(self, name: str) -> np.ndarray:
         import gguf
 
         kind, offset, stored = self._blocks[name]
-        blocks = np.frombuffer(self._bytes, np.uint8, int(np.prod(stored)), offset).reshape(stored)
+        blocks = np.frombuffer(self._bytes, np.uint8, math.prod(stored), offset).reshape(stored)
         try:
             array = gguf.quants.dequantize(blocks, kind).reshape(self.shapes[name])
         except NotImplementedError:
@@ -93,24 +94,21 @@ class GGUF:
 
     def config(self) -> dict[str, Any]:
         """What the `config.json` of this model would say."""
+        fields, own = self.fields, lambda key: f"{self.architecture}.{key}"
         heads, hidden = self._number("attention.head_count"), self._number("embedding_length")
         if "model.embed_tokens.weight" not in self.shapes:
             raise ConfigError(f"{self.path}: the tensor token_embd.weight is missing")
-        head_dim = self._get("attention.key_length", hidden // max(heads, 1))
-        scaling = self._get("rope.scaling.type", "none")
+        head_dim = fields.whole(own("attention.key_length"), default=max(hidden // heads, 1))
+        scaling = fields.text(own("rope.scaling.type"), "none")
         if "rope_freqs.weight" in self.shapes:
             scaling = "llama3"  # its factors are a tensor
-        elif self._get("rope.scale_linear", 1.0) != 1.0:
+        elif fields.real(own("rope.scale_linear"), 0, 1e9, 1.0) != 1.0:
             scaling = "linear"
         if scaling != "none":
-            raise ConfigError(
-                f"{self.path}: RoPE scaling {scaling!r} of a GGUF file is not supported; give the safetensors folder"
-            )
-        if self._get("rope.dimension_count", head_dim) != head_dim:
-            raise ConfigError(
-                f"{self.path}: rope.dimension_count={self._get('rope.dimension_count')} is not supported; "
-                f"RoPE turns whole heads of {head_dim}"
-            )
+            what = f"RoPE scaling {shown(scaling)} of a GGUF file is not supported"
+            raise ConfigError(f"{self.path}: {what}; give the safetensors folder")
+        if fields.whole(own("rope.dimension_count"), default=head_dim) != head_dim:
+            raise fields.wrong(own("rope.dimension_count"), f"RoPE turns whole heads of {head_dim}")
         return {
             "model_type": MODEL_TYPES[self.architecture],
             "vocab_size": self.shapes["model.embed_tokens.weight"][0],
@@ -120,24 +118,16 @@ class GGUF:
             "num_key_value_heads": self._number("attention.head_count_kv"),
             "head_dim": head_dim,
             "intermediate_size": self._number("feed_forward_length"),
-            "rms_norm_eps": float(self._get("attention.layer_norm_rms_epsilon", 1e-6)),
-            "rope_theta": float(self._get("rope.freq_base", 10000.0)),
+            "rms_norm_eps": fields.real(own("attention.layer_norm_rms_epsilon"), 1e-12, 1, 1e-6),
+            "rope_theta": fields.real(own("rope.freq_base"), 1e-9, 1e30, 10000.0),
             "max_position_embeddings": self._number("context_length"),
-            "sliding_window": self._get("attention.sliding_window"),
+            "sliding_window": fields.whole(own("attention.sliding_window"), 0, default=0),
             "attention_bias": any(name.endswith("_proj.bias") for name in self.shapes),
             "tie_word_embeddings": "lm_head.weight" not in self.shapes,
-            "eos_token_id": self.get("tokenizer.ggml.eos_token_id"),
         }
 
-    def _get(self, key: str, default: Any = None) -> Any:
-        """A value of the architecture's own."""
-        return self.get(f"{self.architecture}.{key}", default)
-
     def _number(self, key: str) -> int:
-        value = self._get(key)
-        if not isinstance(value, int):
-            raise ConfigError(f"{self.path}: {self.architecture}.{key} is {value!r}; a whole number is needed")
-        return value
+        return self.fields.whole(f"{self.architecture}.{key}")
 
     @staticmethod
     def _published(name: str) -> str:
@@ -173,7 +163,7 @@ class _Contents:
             shape = tuple(reversed(self._scalars(f"{axes}Q")))
             self.tensors[name] = (shape, *self._scalars("IQ"))
         step = self.fields.get("general.alignment", 32)
-        if not isinstance(step, int) or step < 1:
+        if not whole(step) or step < 1:
             raise ValueError(f"general.alignment={step!r}")
         start = -(-self._at // step) * step
         self.tensors = {name: (shape, kind, start + at) for name, (shape, kind, at) in self.tensors.items()}

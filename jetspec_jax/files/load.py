@@ -2,115 +2,76 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from jetspec_jax.backends import ops
-from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig, as_ids
-from jetspec_jax.drafts import block
-from jetspec_jax.files import checkpoint, pair, programs, tokenizer
+from jetspec_jax.backends.choose import resolve
+from jetspec_jax.config import ModelConfig
+from jetspec_jax.drafts import families
+from jetspec_jax.fields import ConfigError, Fields, shown
+from jetspec_jax.files import cache_folder, checkpoint, pair, text, tokenizer, xla
 from jetspec_jax.files.gguf_file import GGUF
-from jetspec_jax.models import qwen3
+from jetspec_jax.files.pair import LoadedHead, LoadedTarget
+from jetspec_jax.models import names, qwen3
+from jetspec_jax.options import DTYPES
 
-DTYPES = ("float32", "bfloat16", "float16")
+__all__ = ["DTYPES", "LoadedHead", "LoadedTarget", "find", "load_head", "load_target", "random_params"]
+
 HUB_FILES = ["*.safetensors", "*.json", "merges.txt", "vocab.txt", "tokenizer.model", "*.jinja"]
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadedTarget:
-    """A frozen target: pure functions, parameters, and what belongs to its files."""
-
-    model: qwen3.Qwen3Target
-    params: dict[str, Any]
-    config: ModelConfig
-    dtype: str
-    eos: tuple[int, ...]  # every end token that the files name
-    source: str
-    fingerprint: str
-    seconds: float  # that loading took
-    _tokenizer: Any = dataclasses.field(repr=False, compare=False)
-
-    @functools.cached_property
-    def tokenizer(self) -> tokenizer.Tokenizer | None:
-        """Read when it is first needed; None for a checkpoint without one."""
-        return self._tokenizer()
-
-    def encode_messages(
-        self, messages: Sequence[dict[str, str]], chat: bool | None = None, thinking: bool | None = None
-    ) -> list[int]:
-        """Token ids of a conversation; a chat template is needed. thinking: None is off where the template knows it."""
-        if self.tokenizer is None:
-            raise ConfigError(f"messages: {self.source} has no tokenizer; give token ids (--prompt_ids 1,2,3)")
-        if chat is False or not self.tokenizer.has_chat_template:
-            why = "--nochat leaves it out" if chat is False else f"{self.source} has none"
-            raise ConfigError(f"messages: they need a chat template, and {why}; give a prompt instead")
-        return self.tokenizer.encode_chat(messages, pair.thinking(self, None, thinking))
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadedHead:
-    """A draft head for one target."""
-
-    draft: block.BlockDraft
-    params: dict[str, Any]
-    config: HeadConfig
-    source: str
-    metadata: dict[str, Any]  # jetspec.json, {} for heads of others
-    seconds: float
-    target_fingerprint: str  # of the target that it was loaded for
-
-
-def load_target(source: str | os.PathLike, dtype: str | None = None, attention: str = "auto") -> LoadedTarget:
-    """Loads a target, and from then on keeps compiled programs between processes (`programs.keep`).
+def load_target(
+    source: str | os.PathLike, dtype: str | None = None, backend: str = "auto", *, attention: str | None = None
+) -> LoadedTarget:
+    """Loads a target, and from then on keeps compiled programs between processes (`cache_folder.keep_programs`).
 
     Args:
       source: a Hugging Face folder, a .gguf file, or a hub id.
       dtype: float32, bfloat16 or float16; None keeps the file's. A GGUF file is read as f32 on a CPU, else bfloat16.
-      attention: auto, xla, cudnn or pallas, for this target and its heads; auto is the fastest that was measured.
+      backend: auto, xla, cudnn or pallas, for this target and its heads; auto is the fastest that was measured.
+      attention: the same under its old name.
 
     Raises:
-      ConfigError: something is wrong with the files, by name, or this device cannot run that attention.
+      ConfigError: something is wrong with the files, by name, or this device cannot run that backend.
     """
     begin = time.perf_counter()
     if dtype is not None:
         _dtype(dtype)
-    programs.check_device()
-    programs.keep()
+    xla.check_device()
+    cache_folder.keep_programs()
     path = find(source)
     if path.is_file():
         if path.suffix in (".safetensors", ".json", *checkpoint.PICKLES):
             raise ConfigError(f"{path}: a target is a .gguf file or a folder with config.json and safetensors")
         file = GGUF(path)
-        raw, files = file.config(), [path]
+        config, files = ModelConfig.from_hf(file.config(), str(path)), [path]
         tensors: checkpoint.Source = file
-        eos = tokenizer.end_tokens(file)
+        eos = tokenizer.end_tokens(file, config.vocab_size)
         read_tokenizer = lambda: tokenizer.from_gguf(file)
         native = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        where = str(path)
     else:
-        raw = checkpoint.read_json(path / "config.json")
+        where = str(path / "config.json")
+        config = ModelConfig.from_hf(text.read_json(path / "config.json"), where)
         folder = checkpoint.Folder(path)
         tensors, files = folder, folder.files
-        generation = path / "generation_config.json"
-        named = checkpoint.read_json(generation).get("eos_token_id") if generation.is_file() else None
-        own = as_ids(raw.get("eos_token_id"), str(path))
-        eos = tuple(sorted({*own, *as_ids(named, str(generation)), *tokenizer.end_tokens_of_folder(path)}))
+        eos = _end_tokens(path, config)
         read_tokenizer = lambda: tokenizer.from_folder(path)
-        native = str(raw.get("dtype") or raw.get("torch_dtype") or folder.dtype)
-    where = str(path if path.is_file() else path / "config.json")
-    config = _read_config(ModelConfig.from_hf, raw, where)
+        native = config.dtype or folder.dtype
     dtype = dtype or _dtype(native, f"{where}: ")
-    how = ops.resolve(attention, dtype, config.head_dim)
-    model, shapes = qwen3.build(config, checkpoint.numpy_dtype(dtype), how)
-    params = checkpoint.assemble(tensors, checkpoint.target_fusions(config), shapes, str(path), _warn)
+    computed = resolve(attention or backend, dtype, config.head_dim)
+    checkpoint.need_layers(tensors, "model.layers.", config.num_layers, where)
+    fusions = names.of_target(config)
+    checkpoint.need(tensors, fusions, str(path))
+    model, shapes = qwen3.build(config, checkpoint.numpy_dtype(dtype), computed)
+    params = checkpoint.assemble(tensors, fusions, shapes, str(path), _warn)
     jax.block_until_ready(params)
     return LoadedTarget(
         model, params, config, dtype, eos, str(source), checkpoint.fingerprint(files), time.perf_counter() - begin,
@@ -119,40 +80,68 @@ def load_target(source: str | os.PathLike, dtype: str | None = None, attention: 
 
 
 def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
-    """Loads a draft head in the published format and checks that it belongs to `target`; computed in its dtype.
+    """Loads a draft head in the format of its family and checks that it fits `target`; computed in the target's dtype.
 
     Raises:
-      ConfigError: something is wrong with the files, or a size differs from the target's; both are named.
+      ConfigError: something is wrong with the files, the family is none of ours, or a size differs from the target's;
+        the line names it.
     """
     begin = time.perf_counter()
     path = find(source)
     if path.is_file():
         raise ConfigError(f"{path}: a head is a folder with config.json and safetensors")
     where = str(path / "config.json")
-    config = _read_config(HeadConfig.from_hf, checkpoint.read_json(path / "config.json"), where, _warn)
+    raw = text.read_json(path / "config.json")
+    family = families.of_config(raw, where)
+    assert family.config is not None and family.names is not None  # it has files
+    config = family.config(raw, where, _warn)
     for name, ours, theirs in config.differing(target.config):
         raise ConfigError(
             f"{where}: {name} is {ours}, the target's ({target.source}) is {theirs}; "
             "this head belongs to another target"
         )
-    draft, shapes = block.build(config, checkpoint.numpy_dtype(target.dtype), ops=target.model.ops)
     tensors = _WithoutBorrowed(checkpoint.Folder(path))
+    families.refuse_foreign_tensors(tensors.shapes, str(path))
     if tensors.borrowed:
         _warn(f"{path}: {', '.join(tensors.borrowed)} ignored; a head borrows the target's")
-    params = checkpoint.assemble(tensors, checkpoint.head_fusions(config), shapes, str(path), _warn)
+    fusions = family.names(config)
+    checkpoint.need(tensors, fusions, str(path))
+    draft, shapes = family.build(config, checkpoint.numpy_dtype(target.dtype), target.model.backend)
+    params = checkpoint.assemble(tensors, fusions, shapes, str(path), _warn)
     jax.block_until_ready(params)
-    meta_file = path / checkpoint.HEAD_META
-    metadata = checkpoint.read_json(meta_file) if meta_file.is_file() else {}
-    trained_for = metadata.get("target_fingerprint")
+    return LoadedHead(
+        draft, params, config, str(source), _metadata(path / checkpoint.HEAD_META, config, target),
+        time.perf_counter() - begin, target.fingerprint, family.name,
+    )  # fmt: skip
+
+
+def _end_tokens(folder: pathlib.Path, config: ModelConfig) -> tuple[int, ...]:
+    """Returns every end token that the files of a folder name."""
+    generation, named = folder / "generation_config.json", set(config.eos_token_ids)
+    if generation.is_file():
+        named |= set(Fields(text.read_json(generation), str(generation)).ids("eos_token_id", config.vocab_size))
+    for token in tokenizer.end_tokens_of_folder(folder):
+        if token < config.vocab_size:
+            named.add(token)
+        else:  # it can neither be read nor written, so nothing is lost
+            _warn(f"{folder}: the tokenizer's end token {token} is none of the model's {config.vocab_size}; left out")
+    return tuple(sorted(named))
+
+
+def _metadata(path: pathlib.Path, config, target: LoadedTarget) -> dict[str, Any]:
+    """Returns a head's jetspec.json without what cannot be meant; says what is odd about it."""
+    found: Mapping[str, Any] = text.read_json(path) if path.is_file() else {}
+    odd = pair.oddities(config, dict(found))
+    for line in odd.values():
+        _warn(f"{path}: {line}")
+    kept = {key: value for key, value in found.items() if key not in odd}
+    trained_for = kept.get("target_fingerprint")
     if trained_for not in (None, target.fingerprint):
         _warn(
-            f"{path}: trained for another target (fingerprint {trained_for}, {target.source} has {target.fingerprint})"
+            f"{path.parent}: trained for another target (fingerprint {shown(trained_for)}, {target.source} has "
+            f"{target.fingerprint})"
         )
-    for line in pair.oddities(config, metadata):
-        _warn(f"{meta_file}: {line}")
-    return LoadedHead(
-        draft, params, config, str(source), metadata, time.perf_counter() - begin, target.fingerprint
-    )  # fmt: skip
+    return kept
 
 
 def random_params(shapes: dict[str, Any], seed: int = 0, scale: float = 0.02) -> dict[str, Any]:
@@ -177,6 +166,8 @@ def find(source: str | os.PathLike) -> pathlib.Path:
     try:
         path = pathlib.Path(source).expanduser()
         if name and path.exists():
+            if not (path.is_dir() or path.is_file()):
+                raise ConfigError(f"{path}: neither a folder nor a regular file")
             return path
     except (OSError, RuntimeError):  # a name too long, a home that is not known
         pass
@@ -194,17 +185,9 @@ def find(source: str | os.PathLike) -> pathlib.Path:
         raise ConfigError(f"{name}: no such folder, and the hub does not give it ({reason})") from None
 
 
-def _read_config(read, raw: dict[str, Any], where: str, *rest):
-    """A configuration; whatever a malformed file provokes becomes one line."""
-    try:
-        return read(raw, where, *rest)
-    except (TypeError, OverflowError, AttributeError) as error:
-        raise ConfigError(f"{where}: a value has the wrong type or size ({error})") from None
-
-
 def _dtype(name: str, where: str = "") -> str:
     if name not in DTYPES:
-        raise ConfigError(f"{where}dtype={name!r}: choose one of {', '.join(DTYPES)}")
+        raise ConfigError(f"{where}dtype={shown(name)}: choose one of {', '.join(DTYPES)}")
     return name
 
 

@@ -1,4 +1,4 @@
-"""Whether a head belongs to a target, and what of its training matters to a request.
+"""Targets and heads as they are loaded, whether they fit, and what of a head's training matters to a request.
 
 Nothing here can change an output, for the target decides every token; a wrong pair only drafts in vain. So what cannot
 be right is refused, and what may cost acceptance is said once on stderr.
@@ -6,17 +6,69 @@ be right is refused, and what may cost acceptance is said once on stderr.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
-from jetspec_jax.config import ConfigError
+from jetspec_jax.config import ModelConfig
+from jetspec_jax.drafts import families
+from jetspec_jax.fields import ConfigError, Fields, shown
+from jetspec_jax.files import tokenizer
+from jetspec_jax.loop.contracts import Draft
+from jetspec_jax.models import qwen3
 
-FAMILIES = {"jetspec": True, "dflash": False}  # whether the block of the family is causal
 MANY, HARDLY = 32, 1.1  # rounds, and tokens a round (one is the target's own), from which drafts are called useless
-_SAID: set[str] = set()
+_SAID: set[Hashable] = set()
 
 
-def check(target, head) -> None:
+@dataclasses.dataclass(frozen=True)
+class LoadedTarget:
+    """A frozen target: pure functions, parameters, and what belongs to its files."""
+
+    model: qwen3.Qwen3Target
+    params: dict[str, Any]
+    config: ModelConfig
+    dtype: str
+    eos: tuple[int, ...]  # every end token that the files name
+    source: str
+    fingerprint: str
+    seconds: float  # that loading took
+    _tokenizer: Any = dataclasses.field(repr=False, compare=False)
+
+    @functools.cached_property
+    def tokenizer(self) -> tokenizer.Tokenizer | None:
+        """Read when it is first needed; None for a checkpoint without one."""
+        return self._tokenizer()
+
+    def encode_messages(
+        self, messages: Sequence[dict[str, Any]], chat: bool | None = None, thinking: bool | None = None
+    ) -> list[int]:
+        """Token ids of a conversation; a chat template is needed. thinking: None is off where the template knows it."""
+        if self.tokenizer is None:
+            raise ConfigError(f"messages: {self.source} has no tokenizer; give token ids (--prompt_ids 1,2,3)")
+        if chat is False or not self.tokenizer.has_chat_template:
+            why = "it is to be left out" if chat is False else f"{self.source} has none"
+            raise ConfigError(f"messages: they need a chat template, and {why}; give a prompt instead")
+        return self.tokenizer.encode_chat(messages, _mode(self, thinking))
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedHead:
+    """A draft head for one target."""
+
+    draft: Draft
+    params: dict[str, Any]
+    config: Any  # of its family
+    source: str
+    metadata: dict[str, Any]  # jetspec.json, {} for heads of others
+    seconds: float
+    target_fingerprint: str  # of the target that it was loaded for
+    family: str = ""  # name of its row in `drafts.families`
+
+
+def fits(target, head) -> None:
     """Raises ConfigError where a loaded head is used with another target than it was loaded for."""
     made_for, given = (getattr(x, name, None) for x, name in ((head, "target_fingerprint"), (target, "fingerprint")))
     if made_for and given and made_for != given:
@@ -53,6 +105,11 @@ def thinking(target, head, asked: bool | None) -> bool | None:
     return asked
 
 
+def _mode(target, asked: bool | None) -> bool | None:
+    """`thinking` for a target alone; a method's argument of that name hides it."""
+    return thinking(target, None, asked)
+
+
 def note_length(head, longest: int) -> None:
     """Says once that a request goes beyond the rows that the head was trained on."""
     trained, config = metadata(head).get("training_length"), getattr(head, "config", None)
@@ -64,7 +121,8 @@ def note_length(head, longest: int) -> None:
         return
     warn(
         f"{head.source}: {said}, and a request may reach {longest}; beyond, drafts may be accepted less often "
-        "(the output stays exact)"
+        "(the output stays exact)",
+        about=("length", head.source),
     )
 
 
@@ -74,22 +132,29 @@ def note_acceptance(target, head, rounds: int, length: float) -> None:
         warn(
             f"{head.source}: {rounds} rounds committed {length:.2f} tokens each, so next to no draft was accepted; "
             "likely causes: trained for another target, other taps or mask id, text unlike its training, a high "
-            f"temperature; `python -m jetspec_jax.doctor {target.source} {head.source}` looks for them"
+            f"temperature; `python -m jetspec_jax.doctor {target.source} {head.source}` looks for them",
+            about=("acceptance", target.source, head.source),
         )
 
 
-def oddities(config, found: dict) -> list[str]:
-    """What is odd about a head's jetspec.json, beside its configuration; one line each."""
-    lines, family = [], found.get("family")
-    if family is not None and not (isinstance(family, str) and family in FAMILIES):
-        lines.append(f"family is {family!r}; known are {', '.join(FAMILIES)}, and it is run as one of these")
-    elif family is not None and FAMILIES[family] != config.causal:
-        lines.append(f"family is {family!r}, but config.json says that the block is {_block(config.causal)}")
-    if found.get("thinking") is not None and not isinstance(found["thinking"], bool):
-        lines.append(f"thinking is {found['thinking']!r}; true, false or null is understood")
-    length = found.get("training_length")
-    if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < config.block_size):
-        lines.append(f"training_length is {length!r}; a number of tokens of at least a block is understood")
+def oddities(config, found: dict[str, Any]) -> dict[str, str]:
+    """Returns what is odd about a head's jetspec.json, beside its configuration: one line for each such key."""
+    own, said, fields = families.of_config(config.to_hf(), "config.json").name, found.get("family"), Fields(found, "")
+    lines: dict[str, str] = {}
+    if said is not None and families.named(said) is None:
+        known = ", ".join(row.name for row in families.FAMILIES if row.reads)
+        lines["family"] = f"family is {shown(said)}; known are {known}, and it is run as {own}"
+    elif said not in (None, own):
+        lines["family"] = f"family is {shown(said)}, but config.json is that of a {own} head"
+    for key, read in (
+        ("thinking", lambda: fields.flag("thinking")),
+        ("target_fingerprint", lambda: fields.text("target_fingerprint", "")),
+        ("training_length", lambda: fields.whole("training_length", config.block_size, default=config.block_size)),
+    ):
+        try:
+            read()
+        except ConfigError as error:
+            lines[key] = str(error).removeprefix(": ")
     return lines
 
 
@@ -98,10 +163,11 @@ def metadata(head) -> dict:
     return getattr(head, "metadata", None) or {}
 
 
-def warn(line: str) -> None:
-    """One line on stderr, the first time."""
-    if line not in _SAID:
-        _SAID.add(line)
+def warn(line: str, about: Hashable = None) -> None:
+    """Says one line on stderr, the first time that it is about this; by itself a line is about itself."""
+    about = line if about is None else about
+    if about not in _SAID:
+        _SAID.add(about)
         print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
@@ -116,7 +182,3 @@ def rendered(prompts: Sequence, chat: bool | None, asked: bool | None) -> bool:
         why = "the chat template is left out" if chat is False else "token ids are taken as they are"
         raise ConfigError(f"thinking={asked}: {why}; leave the option out")
     return texts
-
-
-def _block(causal: bool) -> str:
-    return "causal" if causal else "bidirectional"

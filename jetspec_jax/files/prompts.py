@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.fields import ConfigError, Fields, shown, whole
-from jetspec_jax.files import conversation, pair, text
+from jetspec_jax.fields import ConfigError, Fields, shown
+from jetspec_jax.files import conversation, text
+from jetspec_jax.files.inputs import prompt_ids
 from jetspec_jax.options import SamplingConfig
 
 KINDS = ("prompt", "messages", "prompt_ids")
@@ -136,25 +137,3 @@ def _prompt(fields: Fields, kind: str) -> str | list[dict[str, Any]] | list[int]
         return conversation.checked(value)
     except ConfigError as error:
         raise ConfigError(f"{fields.where}: {error}") from None
-
-
-def prompt_ids(target, prompt: Any, chat: bool | None = None, thinking: bool | None = None) -> list[int]:
-    """Returns the token ids of a prompt: ids as they are, text through the chat template unless `chat` is False.
-
-    thinking: None is off where the template knows the switch.
-    """
-    if not isinstance(prompt, str):
-        ids = list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, Mapping) else [prompt]
-        if not all(map(whole, ids)):
-            raise ConfigError("prompts: give text, token ids, or a list of either (messages: target.encode_messages)")
-        return [int(i) for i in ids]
-    if target.tokenizer is None:
-        raise ConfigError(f"prompt: {target.source} has no tokenizer; give token ids (--prompt_ids 1,2,3)")
-    if not prompt:
-        raise ConfigError("prompt='': the prompt is empty; give at least one character")
-    if chat and not target.tokenizer.has_chat_template:
-        raise ConfigError(f"chat=True: {target.source} has no chat template; leave the option out")
-    if chat is False or not target.tokenizer.has_chat_template:
-        return target.tokenizer.encode(prompt, begin=True)
-    mode = pair.thinking(target, None, thinking)
-    return target.tokenizer.encode_chat([{"role": "user", "content": prompt}], mode)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from jetspec_jax.fields import ConfigError
-from jetspec_jax.files import bounded, conversation
+from jetspec_jax.fields import ConfigError, Fields
+from jetspec_jax.files import bounded, conversation, text
 
 MOST_TEMPLATE = 1 << 20  # characters; the longest in use have 50,000
 RENDER_SECONDS = 3.0  # of processor time; a conversation takes milliseconds
 FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt")
-CONTROL, USER_DEFINED = 3, 4  # token types of GGUF files: left out of text, and matched whole
-END_NAMES = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "</s>")  # end a turn whatever a GGUF file lists
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token types of GGUF files that matter here
+# What ends a turn whatever a GGUF file names: marks, which some converters give another type, and a word that is only
+# an end where its type says so.
+END_MARKS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+END_WORDS = ("</s>",)
+ENDS = tuple(f"tokenizer.ggml.{x}_token_id" for x in ("eos", "eot", "eom"))  # of a text, a turn, a tool's question
 
 
 class Tokenizer:
@@ -94,7 +97,9 @@ class Tokenizer:
 class StreamDecoder:
     """Turns ids into text piece by piece: the pieces join to `decode` of all ids, and none ends inside a character.
 
-    Replacement characters at the end are held back, for a token may hold a part of a character.
+    Replacement characters at the end are held back, for a token may hold a part of a character. (tokenizers'
+    DecodeStream has no end: what it holds back then is lost, so its pieces do not join to the text of ids that stop
+    inside a character.)
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -127,6 +132,9 @@ def from_folder(folder: pathlib.Path) -> Tokenizer | None:
     """The tokenizer of a Hugging Face folder, None where there is none. Code in the folder is never run."""
     if not any((folder / name).is_file() for name in FILES):
         return None
+    for path in folder.glob("*.json"):
+        if path.is_file() and path.stat().st_size > text.MOST:
+            raise ConfigError(f"{path}: more than {text.MOST >> 20} MB, which no such file needs")
     transformers = _transformers()
     try:
         inner = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
@@ -141,40 +149,40 @@ def end_tokens_of_folder(folder: pathlib.Path) -> tuple[int, ...]:
     Files that cannot be understood give none: whoever needs the tokenizer is told then.
     """
 
-    def read(name: str) -> dict[str, Any]:
+    def read(name: str) -> Fields:
         try:
-            raw = json.loads((folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return raw if isinstance(raw, dict) else {}
+            return Fields(text.read_json(folder / name), name)
+        except ConfigError:
+            return Fields({}, name)
 
     config = read("tokenizer_config.json")
-    end = config.get("eos_token") or read("special_tokens_map.json").get("eos_token")
+    end = config.raw.get("eos_token") or read("special_tokens_map.json").raw.get("eos_token")
     end = end.get("content") if isinstance(end, dict) else end  # written as text or as an object
     if not isinstance(end, str):
         return ()
-    listed = config.get("added_tokens_decoder")
-    for number, token in listed.items() if isinstance(listed, dict) else ():
-        if isinstance(token, dict) and token.get("content") == end and number.isdecimal():
-            return (int(number),)
-    added = read("tokenizer.json").get("added_tokens")
-    for token in added if isinstance(added, list) else ():
-        if isinstance(token, dict) and token.get("content") == end and isinstance(token.get("id"), int):
-            return (token["id"],)
+    try:
+        for number, token in config.table("added_tokens_decoder").raw.items():
+            if Fields(token, "").text("content") == end and number.isdecimal() and len(number) < 10:
+                return (int(number),)
+        for token in read("tokenizer.json").tables("added_tokens"):
+            fields = Fields(token, "")
+            if fields.text("content") == end:
+                return (fields.whole("id", 0),)
+    except ConfigError:
+        pass
     return ()
 
 
 def from_gguf(file) -> Tokenizer | None:
     """The byte-level BPE tokenizer in the metadata of a `gguf_file.GGUF`; None where there is none."""
-    tokens = file.get("tokenizer.ggml.tokens")
-    if tokens is None:
+    fields: Fields = file.fields
+    if not fields.has("tokenizer.ggml.tokens"):
         return None
-    if file.get("tokenizer.ggml.model") != "gpt2":
-        raise ConfigError(
-            f"{file.path}: tokenizer.ggml.model={file.get('tokenizer.ggml.model')!r} is not supported; only gpt2 is"
-        )
+    tokens = fields.texts("tokenizer.ggml.tokens")
+    if fields.text("tokenizer.ggml.model", "") != "gpt2":
+        raise fields.wrong("tokenizer.ggml.model", "not supported; only gpt2 is")
     import tokenizers
-    from tokenizers import decoders, models, normalizers, pre_tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
     transformers = _transformers()
     splits: dict[str, list[Any]] = {
@@ -185,36 +193,38 @@ def from_gguf(file) -> Tokenizer | None:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ],
     }
-    split = splits.get(file.get("tokenizer.ggml.pre", "gpt-2"))
-    if split is None:
-        raise ConfigError(f"{file.path}: tokenizer.ggml.pre={file.get('tokenizer.ggml.pre')!r} is not supported")
-    merges = [tuple(line.split(" ", 1)) for line in file.get("tokenizer.ggml.merges", [])]
+    pre = fields.text("tokenizer.ggml.pre", "gpt-2")
+    if pre not in splits:
+        raise fields.wrong("tokenizer.ggml.pre", f"not supported; only {', '.join(splits)} are")
+    kinds, special = _kinds(fields, tokens), _special(fields, tokens)
+    merges: list[Any] = [tuple(line.split(" ", 1)) for line in fields.texts("tokenizer.ggml.merges")]
+    named = lambda key: fields.whole(key, 0, len(tokens) - 1) if fields.has(key) else None
+    begin, end = named("tokenizer.ggml.bos_token_id"), named("tokenizer.ggml.eos_token_id")
     try:
-        model = models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges)
+        inner = tokenizers.Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
+        inner.pre_tokenizer = pre_tokenizers.Sequence(splits[pre])
+        if pre == "qwen2":
+            inner.normalizer = normalizers.NFC()
+        inner.decoder = decoders.ByteLevel()
+        token = lambda t, special: tokenizers.AddedToken(t, special=special, normalized=False)
+        inner.add_special_tokens([token(tokens[i], True) for i in sorted(special)])
+        whole = [i for i, kind in enumerate(kinds) if kind == USER_DEFINED and i not in special]
+        inner.add_tokens([token(tokens[i], False) for i in whole])
+        if begin is not None and fields.flag("tokenizer.ggml.add_bos_token"):
+            first = [(tokens[begin], begin)]
+            inner.post_processor = processors.TemplateProcessing(single=[tokens[begin], "$A"], special_tokens=first)
+    except ConfigError:
+        raise
     except Exception as error:  # a merge of something that is no token
         raise ConfigError(
             f"{file.path}: tokenizer.ggml.merges do not fit tokenizer.ggml.tokens ({_line(error)})"
         ) from None
-    inner = tokenizers.Tokenizer(model)
-    if file.get("tokenizer.ggml.pre") == "qwen2":
-        inner.normalizer = normalizers.NFC()
-    inner.pre_tokenizer = pre_tokenizers.Sequence(split)
-    inner.decoder = decoders.ByteLevel()
-    of_kind = lambda kind: [t for t, k in zip(tokens, _kinds(file, tokens), strict=True) if k == kind]
-    token = lambda t, special: tokenizers.AddedToken(t, special=special, normalized=False)
-    inner.add_special_tokens([token(t, True) for t in of_kind(CONTROL)])
-    inner.add_tokens([token(t, False) for t in of_kind(USER_DEFINED)])
-
-    def name(key: str) -> str | None:
-        i = file.get(f"tokenizer.ggml.{key}_token_id")
-        return tokens[i] if i is not None and i < len(tokens) else None
-
     return Tokenizer(
         transformers.PreTrainedTokenizerFast(
             tokenizer_object=inner,
-            eos_token=name("eos"),
-            bos_token=name("bos"),
-            chat_template=file.get("tokenizer.chat_template"),
+            eos_token=None if end is None else tokens[end],
+            bos_token=None if begin is None else tokens[begin],
+            chat_template=fields.text("tokenizer.chat_template", "") or None,
         )
     )
 
@@ -224,20 +234,42 @@ QWEN2_PATTERN = (
 )
 
 
-def end_tokens(file) -> tuple[int, ...]:
-    """End tokens of a GGUF file: the one it names, and the usual control tokens that end a turn."""
-    tokens = file.get("tokenizer.ggml.tokens", [])
-    pairs = zip(tokens, _kinds(file, tokens), strict=True)
-    usual = [i for i, (t, kind) in enumerate(pairs) if kind == CONTROL and t in END_NAMES]
-    named = file.get("tokenizer.ggml.eos_token_id")
-    return tuple(sorted({*usual, *([] if named is None else [named])}))
+def end_tokens(file, vocabulary: int) -> tuple[int, ...]:
+    """End tokens of a GGUF file: those that it names, and the usual ones. vocabulary: tokens of the model."""
+    fields: Fields = file.fields
+    tokens = fields.texts("tokenizer.ggml.tokens")
+    usual = {i for i in _usual_ends(fields, tokens) if i < vocabulary}
+    return tuple(sorted(usual | _named_ends(fields, vocabulary)))
 
 
-def _kinds(file, tokens: list[str]) -> list[int]:
+def _named_ends(fields: Fields, vocabulary: int) -> set[int]:
+    """The end tokens that a GGUF file names."""
+    return {fields.whole(key, 0, vocabulary - 1) for key in ENDS if fields.has(key)}
+
+
+def _usual_ends(fields: Fields, tokens: Sequence[str]) -> set[int]:
+    """Tokens that end a turn by what they are; of a file without types none, for all of them count as plain text."""
+    if not fields.has("tokenizer.ggml.token_type"):
+        return set()
+    marks = (NORMAL, CONTROL, USER_DEFINED)
+    return {
+        i
+        for i, (token, kind) in enumerate(zip(tokens, _kinds(fields, tokens), strict=True))
+        if (token in END_MARKS and kind in marks) or (token in END_WORDS and kind == CONTROL)
+    }
+
+
+def _special(fields: Fields, tokens: Sequence[str]) -> set[int]:
+    """Tokens of a GGUF file that are left out of text: by their type, and whatever ends a turn."""
+    typed = {i for i, kind in enumerate(_kinds(fields, tokens)) if kind in (CONTROL, UNKNOWN)}
+    return typed | _usual_ends(fields, tokens) | _named_ends(fields, len(tokens))
+
+
+def _kinds(fields: Fields, tokens: Sequence[str]) -> Sequence[int]:
     """The type of every token; all are plain where a file lists none."""
-    kinds = file.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    kinds = fields.wholes("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if len(kinds) != len(tokens):
-        raise ConfigError(f"{file.path}: tokenizer.ggml.token_type: {len(kinds)} entries for {len(tokens)} tokens")
+        raise ConfigError(f"{fields.where}: tokenizer.ggml.token_type: {len(kinds)} entries for {len(tokens)} tokens")
     return kinds
 
 

@@ -8,6 +8,7 @@ plain steps, tree verification and the draft head.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -22,11 +23,16 @@ MASKED = -1e30  # finite, so that a row without visible keys gives zero weight a
 
 
 class Partial(NamedTuple):
-    """Unnormalised attention over a part of the keys: exp(score - peak) summed, with and without the values."""
+    """Unnormalised attention to a part of the keys: exp(score - peak) summed, with and without the values."""
 
     peak: jax.Array  # [B, K, G, T] f32, largest score
     total: jax.Array  # [B, K, G, T] f32
     value: jax.Array  # [B, K, G, T, H] f32
+
+
+# Queries [B, K, G, T, H] and a chunk's keys and values [B, K, S, H] to what slots low..high-1 give; `high` is [B] and
+# may lie outside of the chunk.
+Part = Callable[[jax.Array, jax.Array, jax.Array, jax.typing.ArrayLike, jax.Array], Partial]
 
 
 def attend(
@@ -35,12 +41,21 @@ def attend(
     mask: Bool[Array, "_ T R"],
     prefix: KV | None = None,
     length: Int[Array, " B"] | None = None,
-    backend: str = "xla",
+    part: Part | None = None,
+    chunk: int = CHUNK,
 ) -> Float[Array, "B T N H"]:
-    """Queries [B, T, N, H] over the first `length` slots of `prefix` and over the masked `fresh` rows; [B, T, N, H].
+    """Returns the attention of T queries to the committed prefix and to the masked fresh rows.
 
-    fresh: keys and values [B, K, R, H]; mask broadcasts to [B, T, R]. prefix: one layer of the cache. backend: what
-    computes the prefix half, xla or cudnn.
+    A value that a query does not see never enters its row, be it NaN or infinite.
+
+    Args:
+      q: queries.
+      fresh: keys and values [B, K, R, H].
+      mask: which of the R fresh rows each query sees; [1, T, R] where all batch rows share it.
+      prefix: one layer of the cache.
+      length: slots of the prefix that are committed, [B].
+      part: what computes a chunk of the prefix; None is plain XLA.
+      chunk: slots of the prefix that `part` takes at a time, where there are more than `CHUNK`.
     """
     batch, rows, heads, dim = q.shape
     groups = heads // fresh[0].shape[1]
@@ -50,7 +65,7 @@ def attend(
     values = jnp.where(jnp.isfinite(fresh[1]), fresh[1], 0)
     whole = _part(q, fresh[0], values, mask[:, None, None])
     if prefix is not None:
-        whole = _join(whole, _prefix(q, prefix, length, _cudnn if backend == "cudnn" else _slots))
+        whole = _join(whole, _prefix(q, prefix, length, part or _slots, chunk))
     out = (whole.value / whole.total[..., None]).astype(q.dtype)
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, rows, heads, dim)
 
@@ -69,12 +84,11 @@ def _join(a: Partial, b: Partial) -> Partial:
     return Partial(peak, a.total * wa + b.total * wb, a.value * wa[..., None] + b.value * wb[..., None])
 
 
-def _prefix(q, prefix: KV, length, part) -> Partial:
+def _prefix(q, prefix: KV, length, part: Part, chunk: int) -> Partial:
     """The prefix half: whole when it is short, else chunk by chunk up to the longest row."""
     slots = prefix[0].shape[2]
     if slots <= CHUNK:
         return part(q, *prefix, 0, length)
-    chunk = CHUNK if part is _slots else math.gcd(CHUNK, slots)
 
     def body(i, carry):
         # The last chunk of an uneven buffer starts early; slots that were read before are masked.
@@ -88,22 +102,8 @@ def _prefix(q, prefix: KV, length, part) -> Partial:
 
 
 def _slots(q, k, v, low, high) -> Partial:
-    """All queries over slots low..high-1 of a chunk; `high` [B] may lie outside."""
+    """The part of plain XLA."""
     slot = jnp.arange(k.shape[2])
     visible = (slot >= low) & (slot < high[:, None])
+    v = jnp.where(visible[:, None, :, None], v, 0)  # what a prompt's padding has left there may be NaN too
     return _part(q, k, v, visible[:, None, None, None])
-
-
-def _cudnn(q, k, v, low, high) -> Partial:
-    """By cuDNN's fused attention, which takes 16 bits and a length; chunks that divide the buffer have low 0."""
-    batch, kv_heads, groups, rows, dim = q.shape
-    flat = q.transpose(0, 3, 1, 2, 4).reshape(batch, rows, -1, dim)
-    length = jnp.clip(high, 1, k.shape[2]).astype(jnp.int32)
-    out, lse = jax.nn.dot_product_attention(
-        flat, k.swapaxes(1, 2), v.swapaxes(1, 2), key_value_seq_lengths=length,
-        query_seq_lengths=jnp.full_like(length, rows), implementation="cudnn", return_residual=True,
-    )  # fmt: skip
-    split = lambda x: x.reshape(batch, rows, kv_heads, groups, -1).transpose(0, 2, 3, 1, 4)
-    seen = (high > 0)[:, None, None, None]
-    peak = jnp.where(seen, split(lse.astype(jnp.float32))[..., 0], MASKED)
-    return Partial(peak, jnp.ones_like(peak), split(out.astype(jnp.float32)))

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
+from collections.abc import Mapping
 from typing import Any
 
+from jetspec_jax.fields import Fields
+
+MOST_FACTOR, MOST = 1e5, 1e9  # of stretching, and of any other number
 KINDS = ("linear", "dynamic", "yarn", "llama3")
 
 
@@ -58,32 +61,35 @@ class RopeScaling:
         return max(max_positions, int(stretched))
 
     @classmethod
-    def from_hf(cls, rope: dict[str, Any], max_positions: int) -> RopeScaling | None:
+    def from_hf(
+        cls, rope: Mapping[str, Any] | Fields, max_positions: int, where: str = "rope_scaling"
+    ) -> RopeScaling | None:
         """Reads one set of parameters with the defaults of transformers; None where RoPE is not scaled."""
-        kind = rope.get("rope_type") or rope.get("type") or "default"
+        fields = rope if isinstance(rope, Fields) else Fields(rope, where)
+        name = "rope_type" if fields.has("rope_type") else "type"
+        kind = fields.text(name, "default")
         if kind == "default":
             return None
         if kind not in KINDS:
-            raise ValueError(f"rope_type={kind!r} is not supported; use default, {', '.join(KINDS)}")
+            raise fields.wrong(name, f"not supported; use default, {', '.join(KINDS)}")
         if kind in ("linear", "dynamic"):  # the length of `dynamic` is always that of the file
-            return cls(kind, _number(rope, "factor", at_least=1), max_positions)
-        original = int(_number(rope, "original_max_position_embeddings", max_positions, at_least=1))
+            return cls(kind, fields.real("factor", 1, MOST_FACTOR), max_positions)
+        original = int(fields.real("original_max_position_embeddings", 1, MOST, max_positions))
         if kind == "llama3":
-            low, high = (_number(rope, key) for key in ("low_freq_factor", "high_freq_factor"))
-            factor = _number(rope, "factor", at_least=1)
+            low, high = (fields.real(key, 1e-9, MOST) for key in ("low_freq_factor", "high_freq_factor"))
+            factor = fields.real("factor", 1, MOST_FACTOR)
             return cls(kind, factor, original, low_freq_factor=low, high_freq_factor=high)
-        factor = _number(rope, "factor", max_positions / original, at_least=1)
-        truncate = rope.get("truncate", True)
-        if not isinstance(truncate, bool):
-            raise ValueError(f"truncate is {truncate!r}; true or false is needed")
+        factor = fields.real("factor", 1, MOST_FACTOR, max_positions / original)
+        if "truncate" in fields.raw and not fields.has("truncate"):  # null is no default here: it counts as false
+            raise fields.wrong("truncate", "true or false is needed")
         return cls(
             kind,
             factor,
             original,
-            attention_factor=_attention_factor(rope, factor),
-            beta_fast=_number(rope, "beta_fast", 32.0),
-            beta_slow=_number(rope, "beta_slow", 1.0),
-            truncate=truncate,
+            attention_factor=_attention_factor(fields, factor),
+            beta_fast=fields.real("beta_fast", 1e-9, MOST, 32.0),
+            beta_slow=fields.real("beta_slow", 1e-9, MOST, 1.0),
+            truncate=fields.flag("truncate", True),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -98,20 +104,10 @@ class RopeScaling:
         return values | {key: getattr(self, key) for key in keys.get(self.kind, ())}
 
 
-def _attention_factor(rope: dict[str, Any], factor: float) -> float:
-    """YaRN's: given, of two mscales, or 0.1 ln(factor) + 1."""
-    if rope.get("attention_factor") is not None:
-        return _number(rope, "attention_factor")
+def _attention_factor(fields: Fields, factor: float) -> float:
+    """Returns YaRN's: given, of two mscales, or 0.1 ln(factor) + 1."""
+    if fields.has("attention_factor"):
+        return fields.real("attention_factor", 1e-9, MOST)
     scale = lambda m: 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return scale(_number(rope, "mscale")) / scale(_number(rope, "mscale_all_dim"))
-    return scale(1.0)
-
-
-def _number(rope: dict[str, Any], key: str, default: float | None = None, at_least: float = 1e-9) -> float:
-    value: Any = default if rope.get(key) is None else rope[key]
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not real or not at_least <= float(value) < math.inf:
-        bound = f">= {at_least:g}" if at_least >= 1 else "> 0"
-        raise ValueError(f"{key} is {value!r}; a number {bound} is needed")
-    return float(value)
+    one, all_dim = (fields.real(key, 0, MOST, 0.0) for key in ("mscale", "mscale_all_dim"))
+    return scale(one) / scale(all_dim) if one and all_dim else scale(1.0)

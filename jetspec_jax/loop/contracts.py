@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from jetspec_jax.layers.cache import Cache
+from jetspec_jax.loop.choice import Choice
+from jetspec_jax.loop.tree import Candidates, Rule, Tree
 
 
 @runtime_checkable
@@ -19,9 +20,9 @@ class Backend(Protocol):
         """Writes the fresh rows of `path` to slots start..start+R-1 of every layer."""
 
     def grow(
-        self, builder: str, logp: Float[Array, "B D W"], token: Int[Array, "B D W"], rows: int
+        self, builder: str, candidates: Candidates, nodes: int
     ) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"], Int[Array, " B"]]:
-        """Tokens, parents, depths and number of the first `rows` nodes, as `tree.grow`."""
+        """Computes `tree.grow`."""
 
 
 class Output(NamedTuple):
@@ -41,7 +42,7 @@ class Target(Protocol):
         """Rows of the vocabulary that exist, padding of the device layout excluded."""
 
     @property
-    def ops(self) -> Backend:
+    def backend(self) -> Backend:
         """How it computes; the loop's own parts follow it."""
 
     def init_cache(self, params, batch: int, capacity: int) -> Cache:
@@ -66,49 +67,54 @@ class Target(Protocol):
         """f32 logits of final hidden states."""
 
 
+class Seen(NamedTuple):
+    """Rows that a draft has not seen yet: a piece of the prompt, or the path that a round committed.
+
+    Rows from `count` on are padding. A piece of a prompt may begin with positions that were there before; the row of
+    the last committed token, the anchor, comes with the next round.
+    """
+
+    features: Any  # [B, R, F], outputs of the tapped layers; None without taps
+    start: jax.Array  # [B] int32, position of the first row
+    count: jax.Array  # type: ignore[assignment]  # [B] int32, rows of it that exist
+    tokens: jax.Array  # [B, S] int32, the whole committed buffer: a draft may read one token past each feature
+    path: bool  # whether it is a committed path, R = D + 1, after which the draft proposes next (a Python value)
+
+
+class Ends(NamedTuple):
+    """The two ends of the target, lent to a draft."""
+
+    embed: Any  # [*rows] int32 -> [*rows, E]
+    logits: Any  # [*rows, E] -> [*rows, V] f32
+
+
 @runtime_checkable
 class Draft(Protocol):
     """Pure functions of a drafter; hashable, parameters and state are passed in.
 
-    State is the family's own pytree, with rows along axis 0 of every leaf. `length` counts committed tokens; the last
-    of them, the anchor, has no target features yet.
+    State is the family's own pytree, with rows along axis 0 of every leaf.
     """
 
     @property
     def depth(self) -> int:
-        """Positions D drafted a round."""
+        """Positions D drafted a round, the longest path of its trees."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes T of its trees, the root included."""
 
     @property
     def taps(self) -> tuple[int, ...]:
         """Target layers whose outputs the draft reads; may be empty."""
 
+    def shaped(self, rule: Rule, depth: int) -> Draft:
+        """Returns the draft with trees of another shape; `depth` is at most its own."""
+
     def init(self, params, batch: int, capacity: int) -> Any:
-        """State of an empty context."""
+        """Returns the state of an empty context."""
 
-    def prefill(
-        self,
-        params,
-        state,
-        features: Float[Array, "B R F"] | None,
-        length: Int[Array, " B"],
-        start: Int[Array, " B"] | None = None,
-    ) -> Any:
-        """Takes in the features (None without taps) of the prompt's positions start..start+R-1; `start` None is 0.
+    def extend(self, params, state, seen: Seen, ends: Ends) -> Any:
+        """Takes in rows that the draft has not seen yet."""
 
-        length: of the whole prompt; right-padded. A long prompt comes in several pieces, in order; a piece may begin
-        with positions that were there before.
-        """
-
-    def propose(
-        self,
-        params,
-        state,
-        tokens: Int[Array, "B S"],
-        length: Int[Array, " B"],
-        embed: Callable,
-        logits: Callable,
-    ) -> tuple[Float[Array, "B D V"], Any]:
-        """f32 logits of positions length..length+D-1, and the state after it; `embed`, `logits` are the target's."""
-
-    def keep(self, state, features: Float[Array, "B R F"] | None, count: Int[Array, " B"]) -> Any:
-        """Takes the features of the first `count` rows that a round committed, R = D + 1."""
+    def propose(self, params, state, choice: Choice, budget: Int[Array, " B"], ends: Ends) -> tuple[Tree, Any]:
+        """Returns the tree of the next round, cut to each row's budget, and the state after it."""

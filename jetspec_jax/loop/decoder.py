@@ -1,8 +1,8 @@
 """The decode loop as pure functions: prefill, one round, many rounds in one XLA program.
 
-A round drafts, builds the tree, verifies it in one pass of the target, accepts the longest agreeing path and commits
-it. Plain decoding is the same machinery without a draft: a tree of one node. Everything that a request can change is an
-array in `State`; what decides shapes is the static `Decoder`.
+A round drafts a tree, verifies it in one pass of the target, accepts the longest agreeing path and commits it. Plain
+decoding is the same with a tree of one node. Everything that a request can change is an array in `State`; what decides
+shapes is the static `Decoder`.
 
 Invariants after prefill and after every round, for a row with `length` committed tokens: the target cache holds
 positions 0..length-2 (the last committed token, the anchor, has no K/V yet), and the draft has seen the features of the
@@ -12,25 +12,20 @@ same positions.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax.layers import cache as kv_cache
-from jetspec_jax.layers import masks
+from jetspec_jax.layers import masks, vocabulary
 from jetspec_jax.layers.numerics import narrow
-from jetspec_jax.loop import processors, sampling
 from jetspec_jax.loop import tree as trees
-from jetspec_jax.loop.contracts import Backend, Draft, Target
-from jetspec_jax.loop.sampling import Sampling
-from jetspec_jax.loop.tree import Tree
-from jetspec_jax.loop.verify import Accepted, accept, settle
-from jetspec_jax.options import SHARPNESS
+from jetspec_jax.loop.choice import Choice, choose
+from jetspec_jax.loop.contracts import Draft, Ends, Seen, Target
+from jetspec_jax.loop.state import LENGTH, NONFINITE, RUNNING, STOP, Request, Round, State
+from jetspec_jax.loop.verify import Accepted
 
-# `State.reason`: an end token, the limit, broken logits; TEXT, a stop string, is set by the host between rounds.
-RUNNING, STOP, LENGTH, NONFINITE, TEXT = range(5)
 DEFAULT_CHUNK = 512  # rows that keep a large GPU busy; their scores against each other are as large as the cache
 
 
@@ -38,88 +33,42 @@ DEFAULT_CHUNK = 512  # rows that keep a large GPU busy; their scores against eac
 class Decoder:
     """What is static in a decode loop; hashable, so that equal decoders share their compiled programs.
 
-    rows: tree nodes T verified a round; a row's budget may be smaller. Without a draft it is 1.
+    draft: `plain.PLAIN` decodes plainly.
     capacity: cache slots S of a row.
-    sharpness: of the draft's scores under the noise of sampled rows; 0 leaves the noise out.
     logprobs: whether the log-probability of every committed token is recorded.
     prefill_chunk: prompt rows that prefill reads at a time; its memory grows with this and not with the prompt.
     """
 
     target: Target
-    draft: Draft | None
-    rows: int
+    draft: Draft
     capacity: int
-    builder: str = "best_first"
-    width: int = 64
-    sharpness: float = SHARPNESS
     logprobs: bool = False
     prefill_chunk: int = DEFAULT_CHUNK
 
     def __post_init__(self):
         if self.prefill_chunk < 1:
             raise ValueError(f"prefill_chunk={self.prefill_chunk}: at least one row is read at a time")
-        if self.draft is None and self.rows != 1:
-            raise ValueError(f"rows={self.rows}: without a draft there is one row")
 
     @property
-    def ops(self) -> Backend:
-        """How the loop's own parts are computed: as the target is."""
-        return self.target.ops
+    def nodes(self) -> int:
+        """Tree nodes T verified a round; a row's budget may be smaller."""
+        return self.draft.nodes
 
     @property
     def depth(self) -> int:
-        """Drafted positions D; 0 without a draft."""
-        return self.draft.depth if self.draft else 0
+        """Drafted positions D; 0 in plain decoding."""
+        return self.draft.depth
 
+    def ends(self, params: dict) -> Ends:
+        """The target's embedding and logits, for the draft."""
+        weights = params["target"]
+        return Ends(
+            lambda tokens: self.target.embed(weights, tokens), lambda hidden: self.target.logits(weights, hidden)
+        )
 
-class Request(NamedTuple):
-    """What prefill needs of every row; right-padded."""
-
-    tokens: Int[Array, "B P"]
-    prompt_length: Int[Array, " B"]  # >= 1
-    limit: Int[Array, " B"]  # prompt_length + max_new_tokens, cut to capacity - D - 1
-    budget: Int[Array, " B"]
-    sampling: Sampling
-    eos: Int[Array, "B n"]  # padded with -1
-
-
-class State(NamedTuple):
-    """A batch in flight. Donated from program to program, so the cache is never copied."""
-
-    tokens: jax.Array  # [B, S] int32, prompt and committed tokens
-    length: jax.Array  # [B] int32, committed tokens, prompt included
-    prompt_length: jax.Array  # [B] int32
-    limit: jax.Array  # [B] int32, length at which the row ends
-    budget: jax.Array  # [B] int32, tree nodes of a round
-    sampling: Sampling
-    eos: jax.Array  # [B, n] int32, end tokens, -1 where there are fewer
-    reason: jax.Array  # [B] int32: RUNNING, STOP, LENGTH, NONFINITE or TEXT
-    cache: kv_cache.Cache  # the target's K/V
-    draft: Any  # the draft's own pytree, None without a draft
-    rounds: jax.Array  # [B] int32, rounds that the row has run
-    accept_lengths: jax.Array  # [B, S] int32, per round: agreed nodes + bonus, as verified
-    tree_sizes: jax.Array  # [B, S] int32, per round
-    emitted: jax.Array  # [B, S] int32, per round: tokens committed, after end token and limit
-    logprobs: jax.Array | None  # [B, S] f32 beside `tokens`: of committed tokens, None where they are not recorded
-
-    @property
-    def done(self) -> jax.Array:
-        """[B] bool."""
-        return self.reason != RUNNING
-
-    @property
-    def past(self) -> processors.Past:
-        """What the choice of the next tokens may look at."""
-        return processors.Past(self.tokens, self.prompt_length, self.length, self.eos)
-
-
-class Round(NamedTuple):
-    """What one round did, for traces and tests."""
-
-    logits: jax.Array | None  # [B, D, V] f32 draft logits
-    tree: Tree
-    accepted: Accepted
-    target_logits: jax.Array  # [B, T, V] f32
+    def choice(self, state: State, depth: int) -> Choice:
+        """How the next tokens of every row are chosen, at most depth + 1 of them."""
+        return choose(state.sampling, state.past, state.done, depth, self.target.vocab_size)
 
 
 def prefill(decoder: Decoder, params: dict, request: Request) -> State:
@@ -127,12 +76,12 @@ def prefill(decoder: Decoder, params: dict, request: Request) -> State:
 
     params: {"target": ..., "draft": ...}, as the two builders describe them.
     """
-    return traced_prefill(decoder, params, request)[0]
+    return prefill_recorded(decoder, params, request)[0]
 
 
 @narrow
-def traced_prefill(decoder: Decoder, params: dict, request: Request) -> tuple[State, Float[Array, "B V"]]:
-    """Prefill, and the f32 logits that chose (or would choose) each row's first token."""
+def prefill_recorded(decoder: Decoder, params: dict, request: Request) -> tuple[State, Float[Array, "B V"]]:
+    """Prefills, and returns the f32 logits that chose (or would choose) each row's first token too."""
     tokens = request.tokens
     # A commit writes D + 1 rows at once; past the buffer's end they would be shifted back over the prefix.
     room = decoder.capacity - decoder.depth - 1
@@ -142,7 +91,7 @@ def traced_prefill(decoder: Decoder, params: dict, request: Request) -> tuple[St
             f"{tokens.shape[1] + decoder.depth + 1}"
         )
     limit = jnp.minimum(request.limit, room)
-    cache, drafting, last = _read(decoder, params, tokens, request.prompt_length)
+    cache, drafting, last = _read(decoder, params, request)
     zeros = jnp.zeros(tokens.shape[:1], jnp.int32)
     logits = decoder.target.logits(params["target"], last)
     records = jnp.zeros((tokens.shape[0], decoder.capacity), jnp.int32)
@@ -163,40 +112,38 @@ def traced_prefill(decoder: Decoder, params: dict, request: Request) -> tuple[St
         emitted=records,
         logprobs=jnp.zeros(records.shape) if decoder.logprobs else None,
     )
-    root = trees.root(jnp.take_along_axis(tokens, request.prompt_length[:, None] - 1, 1)[:, 0])
-    counts = processors.committed(state.past, state.sampling, decoder.target.vocab_size)
-    first = _accept(state, root, masks.ancestors(root.parents, 0), logits, None, counts, 0)
-    return _commit(decoder, state, first, logits)[0], logits[:, 0]
+    choice = decoder.choice(state, 0)
+    root = trees.root(choice.anchor)
+    first = choice.accept(root, masks.ancestors(root.parents, 0), logits)
+    return _commit(state, first, logits)[0], logits[:, 0]
 
 
-def _read(
-    decoder: Decoder, params: dict, tokens: jax.Array, length: jax.Array
-) -> tuple[kv_cache.Cache, Any, jax.Array]:
-    """The filled cache, the draft's state, and the hidden state [B, 1, E] of each prompt's last token.
+def _read(decoder: Decoder, params: dict, request: Request):
+    """Returns the filled cache, the draft's state, and the hidden state [B, 1, E] of each prompt's last token.
 
     Longer prompts are read chunk by chunk up to the longest row, in one loop, so that neither scores nor features grow
-    with the prompt. What a chunk computes behind a row's own length lands in slots that are never read.
+    with the prompt. What a chunk computes after a row's own length lands in slots that are never read.
     """
     target, draft, weights = decoder.target, decoder.draft, params["target"]
+    tokens, length = request.tokens, request.prompt_length
     batch, slots = tokens.shape
     size = min(decoder.prefill_chunk, slots)
-    taps = draft.taps if draft else ()
     cache = target.init_cache(weights, batch, decoder.capacity)
-    drafting = draft.init(params["draft"], batch, decoder.capacity) if draft else None
+    drafting = draft.init(params["draft"], batch, decoder.capacity)
 
     def piece(start, cache, drafting, prefix):
         """Reads `size` rows from `start` on; also what each row's last token would have as hidden state."""
         piece = jax.lax.dynamic_slice_in_dim(tokens, start, size, 1)
         positions = jnp.broadcast_to(start + jnp.arange(size), piece.shape)
         starts = jnp.full((batch,), start, jnp.int32)
-        behind = (cache, starts) if prefix else (None, None)
-        out = target.forward(weights, piece, positions, masks.causal(size), *behind, taps=taps)
+        before = (cache, starts) if prefix else (None, None)
+        out = target.forward(weights, piece, positions, masks.causal(size), *before, taps=draft.taps)
         # A layer's rows are ready before its attention has read the cache, and without an order between the two XLA
         # copies the cache. So the place to write to waits for the last layer (it is `starts`, whatever `hidden` is).
         at = jnp.minimum(starts, starts + (out.hidden[:, -1, 0] > 0))
         cache = kv_cache.write(cache, out.fresh, at)
-        if draft:
-            drafting = draft.prefill(params["draft"], drafting, out.taps, length, starts)
+        seen = Seen(out.taps, starts, jnp.clip(length - start, 0, size), tokens, path=False)
+        drafting = draft.extend(params["draft"], drafting, seen, decoder.ends(params))
         row = jnp.clip(length - 1 - start, 0, size - 1)
         return cache, drafting, jnp.take_along_axis(out.hidden, row[:, None, None], 1)
 
@@ -217,13 +164,13 @@ def _read(
 
 
 def step(decoder: Decoder, params: dict, state: State) -> State:
-    """One round. Finished rows commit nothing; what lies behind their length may change."""
-    return traced_step(decoder, params, state)[0]
+    """Runs one round. Finished rows commit nothing; what lies after their length may change."""
+    return step_recorded(decoder, params, state)[0]
 
 
 @narrow
 def rounds(decoder: Decoder, params: dict, state: State, n: Int[Array, ""]) -> State:
-    """At most n rounds (traced), fewer when every row has ended. Donate `state`."""
+    """Runs at most n rounds (traced), fewer when every row has ended. Donate `state`."""
 
     def running(carry):
         i, state = carry
@@ -237,43 +184,23 @@ def rounds(decoder: Decoder, params: dict, state: State, n: Int[Array, ""]) -> S
 
 
 @narrow
-def traced_step(decoder: Decoder, params: dict, state: State) -> tuple[State, Round]:
-    """One round, and what it did."""
-    target, draft, depth = decoder.target, decoder.draft, decoder.depth
-    weights = params["target"]
+def step_recorded(decoder: Decoder, params: dict, state: State) -> tuple[State, Round]:
+    """Runs one round, and returns what it did too."""
+    target, draft, weights, ends = decoder.target, decoder.draft, params["target"], decoder.ends(params)
     past = state.length - 1
-    anchor = jnp.take_along_axis(state.tokens, past[:, None], 1)[:, 0]
+    choice = decoder.choice(state, decoder.depth)
+    tree, drafting = draft.propose(params["draft"], state.draft, choice, state.budget, ends)
 
-    counts = processors.committed(state.past, state.sampling, target.vocab_size)
-    draft_logits, drafting, noise = None, state.draft, None
-    if draft:
-        draft_logits, drafting = draft.propose(
-            params["draft"],
-            drafting,
-            state.tokens,
-            state.length,
-            lambda tokens: target.embed(weights, tokens),
-            lambda hidden: target.logits(weights, hidden),
-        )
-        # What bends the target's choice bends the draft's guess of it: bias, penalties, and the noise.
-        ranked = processors.weigh(draft_logits, state.sampling, counts)
-        if decoder.sharpness:
-            ranked, noise = sampling.foresee(ranked, state.length, state.sampling, decoder.sharpness)
-        tree = trees.build(decoder.builder, decoder.width, decoder.rows, ranked, anchor, state.budget, decoder.ops.grow)
-    else:
-        tree = trees.root(anchor)
-
-    ancestors = masks.ancestors(tree.parents, depth)
+    ancestors = masks.ancestors(tree.parents, decoder.depth)
     positions = past[:, None] + tree.depths
-    out = target.forward(weights, tree.tokens, positions, ancestors, state.cache, past, draft.taps if draft else ())
+    out = target.forward(weights, tree.tokens, positions, ancestors, state.cache, past, draft.taps)
     logits = target.logits(weights, out.hidden)
-    accepted = _accept(state, tree, ancestors, logits, noise, counts, depth)
+    accepted = choice.accept(tree, ancestors, logits)
 
-    old, (state, kept) = state, _commit(decoder, state, accepted, logits)
-    cache = decoder.ops.commit(old.cache, out.fresh, accepted.path, past)
-    if draft:
-        features = jnp.take_along_axis(out.taps, accepted.path[..., None], 1) if out.taps is not None else None
-        drafting = draft.keep(drafting, features, kept)
+    old, (state, kept) = state, _commit(state, accepted, logits)
+    cache = target.backend.commit(old.cache, out.fresh, accepted.path, past)
+    features = jnp.take_along_axis(out.taps, accepted.path[..., None], 1) if out.taps is not None else None
+    drafting = draft.extend(params["draft"], drafting, Seen(features, past, kept, state.tokens, path=True), ends)
 
     row = jnp.where(old.done, decoder.capacity, old.rounds)  # out of bounds for finished rows: dropped
 
@@ -288,43 +215,27 @@ def traced_step(decoder: Decoder, params: dict, state: State) -> tuple[State, Ro
         tree_sizes=record(old.tree_sizes, tree.size),
         emitted=record(old.emitted, kept),
     )
-    return state, Round(draft_logits, tree, accepted, logits)
+    return state, Round(tree, accepted, logits)
 
 
-def _accept(
-    state: State,
-    tree: Tree,
-    ancestors: jax.Array,
-    logits: jax.Array,
-    noise: jax.Array | None,
-    counts: processors.Counts | None,
-    depth: int,
-) -> Accepted:
-    """The path on which the target agrees. `noise` [B, D + 1, V] where it has been drawn, counts of what is committed.
+def insert(decoder: Decoder, state: State, slot: Int[Array, ""], fresh: State) -> State:
+    """Puts a prefilled row into a slot of a running batch. Donate `state`.
 
-    Without options that change logits every node's choice is one pass over its logits. With them, a pass guesses, and
-    only the nodes that the path visits have their row processed.
+    Args:
+      decoder: of both states; it says nothing that they do not, and makes this a program like the others.
+      state: the batch.
+      slot: row that is overwritten, whatever it held.
+      fresh: a state of one row, of the same capacity and the same options.
     """
-    options, first = state.sampling, state.length
-    if not (options.edits or options.filters):
-        return accept(tree, ancestors, sampling.pick(logits, tree.depths, first, options, depth + 1, noise), depth)
-    if noise is None:
-        noise = sampling.noise_rows(options, first, depth + 1, logits.shape[-1])
+    del decoder
 
-    def rule(path):
-        rows = jnp.take_along_axis(logits, path[..., None], 1)
-        line = jnp.take_along_axis(tree.tokens, path, 1)
-        best = processors.scores(rows, line, state.past, options, noise, counts)
-        return jnp.argmax(best, -1).astype(jnp.int32)
+    def put(whole, one):
+        return jax.lax.dynamic_update_slice_in_dim(whole, one.astype(whole.dtype), slot, 0)
 
-    if depth == 0:
-        return accept(tree, ancestors, rule(jnp.zeros_like(tree.tokens)), depth)
-    weighed = processors.weigh(logits, options, counts)
-    guess = sampling.pick(weighed, tree.depths, first, options, depth + 1, noise)
-    return settle(tree, ancestors, guess, state.done, rule, depth)
+    return jax.tree.map(put, state, fresh)
 
 
-def _commit(decoder: Decoder, state: State, accepted: Accepted, logits: jax.Array) -> tuple[State, jax.Array]:
+def _commit(state: State, accepted: Accepted, logits: jax.Array) -> tuple[State, jax.Array]:
     """Appends the accepted tokens of the running rows; cut at the limit, then at the first end token.
 
     Returns the state and how many tokens were kept. A row in which the logit of a token to be kept is no finite number
@@ -342,11 +253,11 @@ def _commit(decoder: Decoder, state: State, accepted: Accepted, logits: jax.Arra
 
     reason = jnp.where(ends.any(1), STOP, jnp.where(length >= state.limit, LENGTH, RUNNING))
     reason = jnp.where(broken, NONFINITE, reason)
-    # R rows are always written: those behind `length` are overwritten by the next round or never read.
+    # R rows are always written: those from `length` on are overwritten by the next round or never read.
     put = jax.vmap(lambda b, t, s: jax.lax.dynamic_update_slice(b, t, (s,)))
     logprobs = state.logprobs
     if logprobs is not None:
-        whole = jax.nn.logsumexp(jnp.take_along_axis(logits, accepted.path[..., None], 1), axis=-1)
+        whole = vocabulary.log_total(jnp.take_along_axis(logits, accepted.path[..., None], 1))[..., 0]
         logprobs = put(logprobs, won - whole, state.length)
     state = state._replace(
         tokens=put(state.tokens, tokens, state.length),

@@ -1,4 +1,4 @@
-"""What changes logits before a token is chosen: bias, penalties, bans, and the filters top-k, top-p and min-p.
+"""What a request chooses by, as arrays, and what it does to logits: bias, penalties, bans, top-k, top-p and min-p.
 
 The order is that of transformers: bias, repetition penalty, presence and frequency penalty, bad words, end tokens that
 come too early, temperature, top-k, top-p, min-p. Penalties and bad words look at the tokens before a position; for a
@@ -15,9 +15,62 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int
 
-from jetspec_jax.loop.sampling import Sampling
+from jetspec_jax.layers import vocabulary
+from jetspec_jax.options import MIN_TEMPERATURE
+
+
+class Penalties(NamedTuple):
+    """Of tokens that have been there; 1, 0 and 0 are off."""
+
+    repetition: jax.Array  # [B] f32, of prompt and output
+    presence: jax.Array  # [B] f32, of the output
+    frequency: jax.Array  # [B] f32, of the output, for each time
+
+
+class Bias(NamedTuple):
+    """Numbers added to the logits of some tokens; n is the longest list of the batch."""
+
+    token: jax.Array  # [B, n] int32, padded with -1
+    value: jax.Array  # [B, n] f32
+
+
+class Sampling(NamedTuple):
+    """How each row of a batch chooses, as arrays: changing their values compiles nothing.
+
+    An option that no row uses is None. Which are None is static, so an unused option is not part of the program.
+    """
+
+    temperature: jax.Array | None  # [B] f32; None: every row is greedy
+    seed: jax.Array  # [B] uint32
+    top_k: jax.Array | None = None  # [B] int32, 0 keeps all
+    top_p: jax.Array | None = None  # [B] f32, 1 keeps all
+    min_p: jax.Array | None = None  # [B] f32, 0 keeps all
+    penalties: Penalties | None = None
+    bias: Bias | None = None
+    bad_words: jax.Array | None = None  # [B, n, m] int32: m tokens that must not come in a row; padded at the left: -1
+    min_length: jax.Array | None = None  # [B] int32: no end token at a position before it
+
+    @property
+    def greedy(self) -> jax.Array:
+        """[B] bool."""
+        return jnp.ones(self.seed.shape, bool) if self.temperature is None else self.temperature < MIN_TEMPERATURE
+
+    @property
+    def scale(self) -> jax.Array:
+        """[B, 1, 1] f32, what logits are divided by."""
+        return jnp.where(self.greedy, 1.0, 1.0 if self.temperature is None else self.temperature)[:, None, None]
+
+    @property
+    def filters(self) -> bool:
+        """Whether some row drops tokens by rank or probability."""
+        return not (self.top_k is None and self.top_p is None and self.min_p is None)
+
+    @property
+    def edits(self) -> bool:
+        """Whether some row changes logits."""
+        return not (self.penalties is None and self.bias is None and self.bad_words is None and self.min_length is None)
 
 
 class Past(NamedTuple):
@@ -37,7 +90,7 @@ class Counts(NamedTuple):
 
 
 def committed(past: Past, sampling: Sampling, vocab_size: int) -> Counts | None:
-    """Counts of what is committed, R = 1; None where no row has a penalty."""
+    """Counts what is committed, R = 1; None where no row has a penalty."""
     if sampling.penalties is None:
         return None
     at = jnp.arange(past.tokens.shape[1])
@@ -48,7 +101,7 @@ def committed(past: Past, sampling: Sampling, vocab_size: int) -> Counts | None:
 
 
 def along(counts: Counts | None, path: Int[Array, "B R"]) -> Counts | None:
-    """Counts before the choice at each node of a path; path[:, 0] is the anchor, which is committed already."""
+    """Counts what is there before the choice at each node of a path; path[:, 0] is the anchor, committed already."""
     if counts is None:
         return None
     rows = path.shape[1]
@@ -57,8 +110,10 @@ def along(counts: Counts | None, path: Int[Array, "B R"]) -> Counts | None:
     return Counts(add(counts.seen, path), add(counts.made, path))
 
 
-def weigh(logits: Float[Array, "B R V"], sampling: Sampling, counts: Counts | None) -> Float[Array, "B R V"]:
-    """Bias and penalties."""
+def bias_and_penalties(
+    logits: Float[Array, "B R V"], sampling: Sampling, counts: Counts | None
+) -> Float[Array, "B R V"]:
+    """Returns logits with bias and penalties."""
     if sampling.bias is not None:
         token = jnp.where(sampling.bias.token < 0, logits.shape[-1], sampling.bias.token)  # padding is dropped
         row = jax.vmap(lambda t, v: jnp.zeros(logits.shape[-1]).at[t].add(v, mode="drop"))(token, sampling.bias.value)
@@ -72,7 +127,7 @@ def weigh(logits: Float[Array, "B R V"], sampling: Sampling, counts: Counts | No
 
 
 def ban(logits: Float[Array, "B R V"], token: Int[Array, "B R n"], hit: Bool[Array, "B R n"]) -> Float[Array, "B R V"]:
-    """-inf at each token that is hit; negative tokens are padding."""
+    """Returns logits with -inf at each token that is hit; negative tokens are padding."""
     token = jnp.where(hit & (token >= 0), token, logits.shape[-1])
     return jax.vmap(jax.vmap(lambda row, t: row.at[t].set(-jnp.inf, mode="drop")))(logits, token)
 
@@ -80,10 +135,17 @@ def ban(logits: Float[Array, "B R V"], token: Int[Array, "B R n"], hit: Bool[Arr
 def edit(
     logits: Float[Array, "B R V"], path: Int[Array, "B R"], past: Past, sampling: Sampling, counts: Counts | None
 ) -> Float[Array, "B R V"]:
-    """All that happens before the temperature, for the R nodes of a path from the anchor on; `counts` are the
-    committed ones."""
+    """Does all that happens before the temperature, for the R nodes of a path from the anchor on.
+
+    Args:
+      logits: of the R nodes.
+      path: tokens of the nodes, the anchor first.
+      past: what is committed.
+      sampling: options of the rows.
+      counts: of the committed tokens.
+    """
     batch, rows = path.shape
-    logits = weigh(logits, sampling, along(counts, path))
+    logits = bias_and_penalties(logits, sampling, along(counts, path))
     if sampling.bad_words is not None:
         size = sampling.bad_words.shape[-1] - 1  # tokens that must precede the last one
         at = past.length[:, None] - size + jnp.arange(size)
@@ -106,15 +168,16 @@ def scores(
     path: Int[Array, "B R"],
     past: Past,
     sampling: Sampling,
-    noise: Float[Array, "B R V"],
+    noise: Float[Array, "B R V"] | None,
     counts: Counts | None,
 ) -> Float[Array, "B R V"]:
-    """What the choice at each of the R nodes of a path is the argmax of; dropped tokens have -inf."""
-    return keep(edit(logits, path, past, sampling, counts) / sampling.scale, sampling) + noise
+    """Returns what the choice at each of the R nodes of a path is the argmax of; dropped tokens have -inf."""
+    kept = keep(edit(logits, path, past, sampling, counts) / sampling.scale, sampling)
+    return kept if noise is None else kept + noise
 
 
 def keep(scores: Float[Array, "*rows V"], sampling: Sampling) -> Float[Array, "*rows V"]:
-    """Top-k, then top-p of what is left, then min-p; what falls out is -inf. Scores are logits / temperature.
+    """Applies top-k, then top-p of what is left, then min-p; what falls out is -inf. Scores are logits / temperature.
 
     The largest score always stays, NaN included, so that broken logits are noticed where they are chosen.
     """
@@ -126,60 +189,12 @@ def keep(scores: Float[Array, "*rows V"], sampling: Sampling) -> Float[Array, "*
     if sampling.top_k is not None:
         count = row(jnp.where(sampling.top_k > 0, sampling.top_k, scores.shape[-1]))
         count = jnp.minimum(count, scores.shape[-1])
-        least = threshold(scores, jnp.ones_like(scores), count.astype(jnp.float32))
+        least = vocabulary.threshold(scores, jnp.ones_like(scores), count.astype(jnp.float32))
     if sampling.top_p is not None:
         weight = jnp.where(scores >= least[..., None], jnp.exp(scores - best[..., None]), 0.0)
         share = row(sampling.top_p)
-        nucleus = threshold(scores, weight, share * weight.sum(-1))
+        nucleus = vocabulary.threshold(scores, weight, share * weight.sum(-1))
         least = jnp.where(share < 1, jnp.maximum(least, nucleus), least)
     if sampling.min_p is not None:
         least = jnp.maximum(least, best + jnp.log(row(sampling.min_p)))
     return jnp.where(scores < jnp.minimum(least, best)[..., None], -jnp.inf, scores)
-
-
-def threshold(
-    scores: Float[Array, "*rows V"], weight: Float[Array, "*rows V"], need: Float[Array, "*rows"]
-) -> Float[Array, "*rows"]:
-    """The largest t for which the scores >= t weigh at least `need` > 0 together; -inf where even all do not.
-
-    A search among the floating-point numbers themselves, in the order of their bits: it ends at the exact value. Each
-    pass over the scores splits the bracket in `ways`. Two are the least work; on an accelerator a pass costs its launch
-    and one reading of the scores, so that more ways make fewer passes.
-    """
-    bits = 1 if jax.default_backend() == "cpu" else 4
-    ways = 1 << bits
-
-    def narrow(_, bracket):
-        low, high = bracket  # enough at low, too little at high
-        step = (high - low + jnp.uint32(ways - 1)) // jnp.uint32(ways)
-        probes = [jnp.minimum(low + step * jnp.uint32(i), high) for i in range(1, ways)]
-        masked = [jnp.where(scores >= _number(probe)[..., None], weight, 0.0) for probe in probes]
-        # One reduction of many operands, so that the scores are read once.
-        sums = jax.lax.reduce(masked, [jnp.float32(0)] * len(masked), _add, (scores.ndim - 1,))
-        for probe, found in zip(probes, sums, strict=True):
-            enough = (found >= need) & (probe < high)
-            low = jnp.where(enough, probe, low)  # probes ascend: the last that is enough
-        for probe, found in zip(reversed(probes), reversed(sums), strict=True):
-            high = jnp.where(found >= need, high, jnp.minimum(probe, high))  # and the first that is not
-        return low, high
-
-    bracket = _rank(jnp.full(need.shape, -jnp.inf)), _rank(scores.max(-1)) + 1
-    return _number(jax.lax.fori_loop(0, 32 // bits, narrow, bracket)[0])
-
-
-def _add(left, right):
-    """Of tuples."""
-    return [a + b for a, b in zip(left, right, strict=True)]
-
-
-def _rank(x: Float[Array, "*n"]) -> UInt32[Array, "*n"]:
-    """Unsigned integers in the order of the numbers."""
-    bits, sign = jax.lax.bitcast_convert_type(x, jnp.uint32), jnp.uint32(1 << 31)
-    return jnp.where(bits >= sign, ~bits, bits | sign)
-
-
-def _number(rank: UInt32[Array, "*n"]) -> Float[Array, "*n"]:
-    """The inverse of `_rank`."""
-    sign = jnp.uint32(1 << 31)
-    bits = jnp.where(rank >= sign, rank & ~sign, ~rank)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -11,6 +11,7 @@ Either way the order of nodes does not depend on the budget: a row's tree is its
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,86 +19,98 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-PIECES = (128, 16)  # of the vocabulary, then of the pieces that are left
+from jetspec_jax.layers import vocabulary
+from jetspec_jax.options import SHARPNESS
+
+
+class Candidates(NamedTuple):
+    """Tokens that a tree may hold at each depth, best first, and how probable each is after its parent."""
+
+    token: jax.Array  # [B, D, W] int32
+    logp: jax.Array  # [B, D, P, W] f32; P = 1: one row shared by all parents
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How a draft's scores become a tree; static.
+
+    nodes: T, the root included; a row's budget may be smaller.
+    builder: `best_first` or `accum_logp`.
+    width: candidates of a depth, or children of a node.
+    sharpness: of the scores under the noise of sampled rows; 0 leaves the noise out.
+    """
+
+    nodes: int
+    builder: str = "best_first"
+    width: int = 64
+    sharpness: float = SHARPNESS
 
 
 class Tree(NamedTuple):
-    """T nodes a row, node 0 the root; parents come before children. Nodes at `size` and behind are padding."""
+    """T nodes a row, node 0 the root; parents come before children. Nodes from `size` on are padding."""
 
     tokens: jax.Array  # [B, T] int32
     parents: jax.Array  # [B, T] int32, -1 for the root and for padding
     depths: jax.Array  # [B, T] int32
     size: jax.Array  # [B] int32, nodes in use
+    logits: jax.Array | None = None  # [B, D, V] f32, of the draft, where it has any: for traces
 
     def valid(self) -> jax.Array:
-        """[B, T], False for padding."""
+        """Returns [B, T], False for padding."""
         return jnp.arange(self.tokens.shape[1]) < self.size[:, None]
 
 
 def root(anchor: Int[Array, " B"]) -> Tree:
-    """The tree of plain decoding: the anchor alone."""
+    """Returns the tree of plain decoding, the anchor alone."""
     zero = jnp.zeros_like(anchor)[:, None]
     return Tree(anchor[:, None], zero - 1, zero, jnp.ones_like(anchor))
 
 
 def build(
-    builder: str,
-    width: int,
-    rows: int,
+    rule: Rule,
     logits: Float[Array, "B D V"],
     anchor: Int[Array, " B"],
     budget: Int[Array, " B"],
     grower: Callable | None = None,
 ) -> Tree:
-    """A tree of at most `rows` nodes, cut to each row's `budget`; both count the root.
+    """Builds a tree of at most `rule.nodes` nodes out of one row of logits a depth.
 
-    grower: what builds it in place of `grow`.
+    Args:
+      rule: how candidates become a tree.
+      logits: what candidates are ranked by.
+      anchor: tokens of the roots.
+      budget: nodes of each row's tree; it counts the root, as `rule.nodes` does.
+      grower: what computes `grow`; None is the function below.
     """
-    if rows == 1:
+    if rule.nodes == 1:
         return root(anchor)
-    width = min(width, rows - 1, logits.shape[-1])  # a node can use no more children than the tree has rows
-    score, token = candidates(logits, width)
-    tokens, parents, depths, built = (grower or grow)(builder, score, token, rows)
+    tokens, parents, depths, built = (grower or grow)(rule.builder, candidates(rule, logits), rule.nodes)
     size = jnp.clip(budget, 1, built)
-    inside = jnp.arange(rows) < size[:, None]
+    inside = jnp.arange(rule.nodes) < size[:, None]
     tokens = tokens.at[:, 0].set(anchor)
     cut = lambda x, padding: jnp.where(inside, x, padding)
     return Tree(cut(tokens, 0), cut(parents, -1), cut(depths, 0), size)
 
 
-def candidates(logits: Float[Array, "B D V"], width: int) -> tuple[Float[Array, "B D W"], Int[Array, "B D W"]]:
-    """Log-probabilities (f32, over the whole vocabulary) and tokens of each depth's best `width`, descending.
+def candidates(rule: Rule, logits: Float[Array, "B D V"]) -> Candidates:
+    """Returns the best tokens of each depth, descending, with log-probabilities (f32) over the whole vocabulary.
 
     A NaN row scores -inf and drops out of the tree: a broken draft may cost speed, never an output.
     """
-    top, token = top_k(logits, width)
-    score = top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    return jnp.where(jnp.isnan(score), -jnp.inf, score), token
+    width = min(rule.width, rule.nodes - 1, logits.shape[-1])  # a node can use no more children than the tree has nodes
+    top, token = vocabulary.top_k(logits, width)
+    logp = top - vocabulary.log_total(logits)
+    return Candidates(token, jnp.where(jnp.isnan(logp), -jnp.inf, logp)[:, :, None])
 
 
 def grow(
-    builder: str, logp: Float[Array, "B D W"], token: Int[Array, "B D W"], rows: int
+    builder: str, candidates: Candidates, nodes: int
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"], Int[Array, " B"]]:
-    """Tokens (the root's has no meaning), parents, depths and number of the first `rows` nodes, out of candidates."""
-    rule = {"best_first": _best_first, "accum_logp": _accum_logp}[builder]
-    return jax.vmap(lambda s, t: rule(s, t, rows))(logp, token)
-
-
-def top_k(x: Float[Array, "*rows V"], k: int) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
-    """`jax.lax.top_k`, exactly, without a sort of the whole vocabulary: a long axis is cut into pieces, and only the k
-    pieces with the largest maxima can hold one of the k largest numbers. Of equals the first wins, as there."""
-    index = jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=jnp.int32), x.shape)
-    for piece in PIECES:
-        size = x.shape[-1]
-        if size <= 2 * k * piece:
-            continue
-        pad = [(0, 0)] * (x.ndim - 1) + [(0, -size % piece)]
-        filled = jnp.pad(x, pad, constant_values=-jnp.inf), jnp.pad(index, pad)
-        x, index = (y.reshape(*y.shape[:-1], -1, piece) for y in filled)
-        best = jnp.sort(jax.lax.top_k(x.max(-1), k)[1])[..., None]  # in their old order, for equals
-        x, index = (jnp.take_along_axis(y, best, -2).reshape(*y.shape[:-2], -1) for y in (x, index))
-    x, place = jax.lax.top_k(x, k)
-    return x, jnp.take_along_axis(index, place, -1)
+    """Returns tokens (the root's has no meaning), parents, depths and number of the first `nodes` nodes."""
+    if candidates.logp.shape[2] != 1:
+        raise ValueError(f"P={candidates.logp.shape[2]}: both rules share a depth's row among all parents, P = 1")
+    grown = {"best_first": _best_first, "accum_logp": _accum_logp}[builder]
+    return jax.vmap(lambda logp, token: grown(logp[:, 0], token, nodes))(candidates.logp, candidates.token)
 
 
 def _best_first(logp: Float[Array, "D W"], token: Int[Array, "D W"], rows: int):

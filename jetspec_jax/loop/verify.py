@@ -13,7 +13,7 @@ from jetspec_jax.loop.tree import Tree
 
 
 class Accepted(NamedTuple):
-    """The agreed path and the tokens it commits; entries at `count` and behind have no meaning."""
+    """The agreed path and the tokens it commits; entries from `count` on have no meaning."""
 
     path: jax.Array  # [B, D + 1] node indices, root first
     tokens: jax.Array  # [B, D + 1] the target's choice at each node of the path: the drafts it confirms, then the bonus
@@ -21,7 +21,7 @@ class Accepted(NamedTuple):
 
 
 def accept(tree: Tree, ancestors: Bool[Array, "B T T"], choice: Int[Array, "B T"], depth: int) -> Accepted:
-    """Longest match: a node is agreed when it and all its ancestors equal the target's choice at their parents."""
+    """Finds the longest match: a node is agreed when it and all above it equal the target's choice at their parents."""
     wanted = jnp.take_along_axis(choice, jnp.maximum(tree.parents, 0), 1)
     match = (tree.depths == 0) | (tree.tokens == wanted)
     agreed = tree.valid() & (match[:, None, :] | ~ancestors).all(-1)
@@ -34,7 +34,7 @@ def accept(tree: Tree, ancestors: Bool[Array, "B T T"], choice: Int[Array, "B T"
     return Accepted(path, jnp.take_along_axis(choice, path, 1), count)
 
 
-def settle(
+def accept_lazily(
     tree: Tree,
     ancestors: Bool[Array, "B T T"],
     guess: Int[Array, "B T"],
@@ -42,7 +42,7 @@ def settle(
     rule: Callable[[jax.Array], jax.Array],
     depth: int,
 ) -> Accepted:
-    """`accept` where the choice at a node costs too much to make it at every node.
+    """Accepts as `accept` does, where the choice at a node costs too much to make it at every node.
 
     rule: nodes of a path [B, D + 1], root first, -> the choice at each. A node's choice depends on the tree alone, so
         it is made once: the rule runs over the path that the guessed choices agree on, then again while the path that

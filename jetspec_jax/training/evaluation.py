@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from jetspec_jax.layers import masks
 from jetspec_jax.layers.numerics import einsum
 from jetspec_jax.loop import tree as trees
+from jetspec_jax.loop.tree import Rule
 from jetspec_jax.training import anchors as anchor_rules
 from jetspec_jax.training import step, teacher
 from jetspec_jax.training.data.batches import Batch, Data
@@ -123,7 +124,7 @@ def _look_up(nodes: int, width: int, table, hidden: Float[Array, "A D E"], ancho
     """Places [A, D] of the accepted nodes in the trees of A anchors, and the ranks of the target's choices."""
     logits = einsum("ade,ve->adv", hidden, table, jnp.float32)
     budget = jnp.full(anchor.shape, nodes, jnp.int32)
-    tree = trees.build("best_first", width, nodes, logits, anchor, budget)
+    tree = trees.build(Rule(nodes, width=width), logits, anchor, budget)
     depth = wanted.shape[1]
     level = jnp.maximum(tree.depths - 1, 0)
     right = (tree.tokens == jnp.take_along_axis(wanted, level, 1)) & jnp.take_along_axis(known, level, 1)

@@ -18,7 +18,6 @@ if __name__ == "__main__":  # before the slow imports
 
 import collections
 import dataclasses
-import functools
 import hashlib
 import json
 import sys
@@ -27,15 +26,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax import command, speculate
 from jetspec_jax.config import ConfigError
+from jetspec_jax.engine.programs import program
 from jetspec_jax.files import demo, load, pair
-from jetspec_jax.loop.decoder import NONFINITE, STOP
-from jetspec_jax.loop.sampling import Sampling
+from jetspec_jax.loop.decoder import prefill, rounds
+from jetspec_jax.loop.plain import PLAIN
+from jetspec_jax.loop.processors import Sampling
+from jetspec_jax.loop.state import NONFINITE, STOP
+from jetspec_jax.loop.tree import Rule
 from jetspec_jax.options import Option
 from jetspec_jax.training import files, manifest
 from jetspec_jax.training.data import answers as store
@@ -91,29 +93,20 @@ def ask(target, source, longest: int, thinking: bool | None, limit: int = 0) -> 
     return found
 
 
-@functools.lru_cache(8)
-def _program(function: Callable, decoder: speculate.Decoder, *donate: int) -> Callable:
-    """A program of the decode loop, the same one for equal decoders; the one place here that compiles."""
-    return jax.jit(functools.partial(function, decoder), donate_argnums=donate)
-
-
 class Answerer:
     """Decodes batches of one shape: `batch` rows, `capacity` positions; with a head, trees of `budget` nodes."""
 
     def __init__(self, target, batch: int, capacity: int, head=None, budget: int = 1):
         self.target, self.batch, self.budget = target, batch, budget if head else 1
-        draft = head.draft if head else None
-        capacity += draft.depth + 1 if draft else 1
-        decoder = speculate.Decoder(target.model, draft, self.budget, capacity)
-        self._params = {"target": target.params, "draft": head.params if head else None}
-        # Prefill and rounds as two programs; one capacity, so that all batches share the second.
-        self._prefill = _program(speculate.prefill, decoder)
-        self._rounds = _program(speculate.rounds, decoder, 1)
+        draft = head.draft.shaped(Rule(budget), min(head.draft.depth, budget - 1)) if head and budget > 1 else PLAIN
+        # One capacity, so that all batches share the program of the rounds.
+        self._decoder = speculate.Decoder(target.model, draft, capacity + draft.depth + 1)
+        self._params = {"target": target.params, "draft": head.params if draft is not PLAIN else None}
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], seeds: np.ndarray, max_new: int, temperature: float
     ) -> tuple[list[np.ndarray], np.ndarray]:
-        """Token ids of prompt and answer, and how each ended (`decoder.STOP`, ...).
+        """Token ids of prompt and answer, and how each ended (`STOP`, ...).
 
         At most `batch` prompts; missing ones are rows that end before their first round.
         """
@@ -135,7 +128,9 @@ class Answerer:
             sampling=Sampling(jnp.full(self.batch, temperature) if temperature else None, jnp.asarray(seed)),
             eos=jnp.broadcast_to(eos, (self.batch, eos.size)),
         )
-        state = self._rounds(self._params, self._prefill(self._params, request), jnp.int32(max_new))
+        state = program(prefill, self._decoder, self._params, request).run(self._params, request)
+        args = self._params, state, jnp.int32(max_new)
+        state = program(rounds, self._decoder, *args, donate=(1,)).run(*args)
         tokens, length, reason = (np.asarray(x)[:count] for x in (state.tokens, state.length, state.reason))
         return [row[:n] for row, n in zip(tokens, length, strict=True)], reason
 

@@ -9,9 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jetspec_jax.layers import rope
 from jetspec_jax.layers.attention import attend
-from jetspec_jax.layers.numerics import rms_norm
 from jetspec_jax.models.qwen3 import Qwen3Target
 
 
@@ -35,19 +33,15 @@ def run(
 
     position: within the document. attention: "xla", or "cudnn" for the fused kernel of NVIDIA GPUs (16-bit only).
     """
-    c = target.config
     model = nnx.merge(target.graphdef, nnx.State(params))
-    x = model.embed(tokens)
-    angles = rope.angles(position, c.head_dim, c.rope_theta, c.rope_scaling)
     mask = visible(document)
-    tapped = {}
-    for i, layer in enumerate(model.layers):
-        q, k, v = layer.project(layer.normed(x), angles)
-        x = layer.finish(x, fused(q, k, v, mask, True) if attention == "cudnn" else attend(q, (k, v), mask))
-        if i in taps:
-            tapped[i] = x
-    features = jnp.concatenate([tapped[i] for i in taps], axis=-1)
-    return Features(features, rms_norm(x, model.norm[...], c.norm_eps))
+
+    def own(_, q, kv):
+        return fused(q, *kv, mask, True) if attention == "cudnn" else attend(q, kv, mask), None
+
+    x = jnp.where((document > 0)[..., None], model.embed(tokens), 0)  # the padding token's embedding may be NaN
+    ran = model.run(x, model.angles(position), own)
+    return Features(jnp.concatenate([ran.streams[i] for i in taps], axis=-1), ran.hidden)
 
 
 def visible(document: Int[Array, "B S"]) -> Bool[Array, "B S S"]:

@@ -1,1 +1,1 @@
-"""Hand-written kernels, each proved against plain jnp code. What is used where is decided in `ops.py`."""
+"""Hand-written kernels, each proved against plain jnp code. `hopper.py` and `tpu.py` say which is used where."""

@@ -2,7 +2,7 @@
 
 A step of a decoder is bound by launches and by reading weights once. Matrix products of few rows are cut along the sum,
 so that every multiprocessor streams weights; their partial sums are added by whatever kernel comes next, which saves
-that pass. Oracles are the XLA branches of `ops.Ops`.
+that pass. Oracles are the methods of `XLA`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import numpy as np
 
 from jetspec_jax.config import ConfigError
 from jetspec_jax.evals import formats
-from jetspec_jax.loop.decoder import STOP
+from jetspec_jax.loop.state import STOP
 from jetspec_jax.training.data import pool
 from jetspec_jax.training.regenerate import Answerer
 

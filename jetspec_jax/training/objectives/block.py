@@ -9,7 +9,6 @@ that no mask of all blocks against all blocks is made; "cudnn" makes that mask a
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -21,10 +20,10 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig, default_taps
 from jetspec_jax.drafts import block as block_draft
 from jetspec_jax.drafts.block import Head
-from jetspec_jax.layers import masks, rope
+from jetspec_jax.layers import masks
 from jetspec_jax.layers.attention import MASKED
 from jetspec_jax.layers.cache import KV
-from jetspec_jax.layers.numerics import einsum, rms_norm
+from jetspec_jax.layers.numerics import einsum
 from jetspec_jax.training import anchors as anchor_rules
 from jetspec_jax.training import flops, settings, teacher
 from jetspec_jax.training.anchors import Anchors
@@ -188,21 +187,16 @@ def forward(
     seen = anchor_rules.seen(anchors, document)
     own = (masks.causal(slots) if c.causal else jnp.ones((1, slots, slots), bool))[0]
     start = jnp.take_along_axis(position, anchors.position, 1)
-    positions = (start[..., None] + jnp.arange(slots)).reshape(batch, -1)
-    angles = rope.angles(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+    angles = head.angles((start[..., None] + jnp.arange(slots)).reshape(batch, -1))
 
     # The f32 scores of a layer are larger than everything else that a step keeps, so they are always made again.
     attend = _fused if attention == "cudnn" else _attend if remat else jax.checkpoint(_attend)
 
-    def run(layer, x, kv):
-        q, k, v = layer.project(layer.normed(x), angles)
-        return layer.finish(x, attend(q, (k, v), kv, seen, own))
+    def over_context(i, q, fresh):
+        return attend(q, fresh, context[i], seen, own), None
 
     x = block.reshape(batch, count * slots, embed)
-    for layer, kv in zip(head.layers, context, strict=True):
-        through = functools.partial(run, layer)
-        x = (jax.checkpoint(through) if remat else through)(x, kv)
-    return rms_norm(x, head.norm[...], c.norm_eps).reshape(block.shape)
+    return head.run(x, angles, over_context, remat=remat).hidden.reshape(block.shape)
 
 
 def _attend(

@@ -1,0 +1,109 @@
+"""Draft families: one row each. Whatever reads, writes, builds or trains a head goes through its row.
+
+A new family is a file of its own and a row here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from jetspec_jax.drafts import block, block_files
+from jetspec_jax.fields import ConfigError, Fields
+
+
+class Family(NamedTuple):
+    """What the package knows of a family; None where it has no files, or cannot be trained.
+
+    name: as jetspec.json says it. reads: whether a `config.json` is one of this family. config: its configuration, of
+    (raw, where, warn). names: a tree like its parameters, of `models.names.Fusion`s. build: its draft, and the shapes
+    of its parameters, of (config, dtype, backend). objective: dotted name of the module that trains it.
+    """
+
+    name: str
+    reads: Callable[[Mapping[str, Any]], bool] | None
+    config: Callable[..., Any] | None
+    names: Callable[[Any], dict[str, Any]] | None
+    build: Callable[..., Any]
+    objective: str | None
+
+
+def _build_block(config, dtype, backend):
+    return block.build(config, dtype, backend=backend)
+
+
+def _block(name: str, causal: bool) -> Family:
+    reads = functools.partial(block_files.reads, causal)
+    objective = "jetspec_jax.training.objectives.block"
+    return Family(name, reads, block_files.config, block_files.names, _build_block, objective)
+
+
+FAMILIES = (_block("jetspec", causal=True), _block("dflash", causal=False))
+
+EAGLE, DFLASH2, DSPARK, DOMINO, MEDUSA = "EAGLE", "DFlash 2", "DSpark", "Domino", "Medusa"
+SMALL, CAPPED, LATENT = "a reduced draft vocabulary", "a softcap on logits", "latent attention (MLA)"
+# Heads of others are told by what they have; whoever builds one takes its words out of these three tables.
+KEYS = {
+    "markov_rank": DSPARK, "markov_head_type": DSPARK, "enable_confidence_head": DSPARK, "dspark_config": DSPARK,
+    "confidence_head_with_markov": DSPARK, "emb_dim": DOMINO, "gru_hidden_dim": DOMINO, "domino_config": DOMINO,
+    "pure_draft_prefix_len": DOMINO, "shift_label": DOMINO, "selector_rank": DFLASH2, "selector_top_k": DFLASH2,
+    "conv_kernel_size": DFLASH2, "conv_group_size": DFLASH2, "eagle_config": EAGLE, "medusa_num_heads": MEDUSA,
+    "eagle_aux_hidden_state_layer_ids": EAGLE, "final_logit_softcapping": CAPPED, "logit_softcapping": CAPPED,
+    "attn_logit_softcapping": CAPPED, "kv_lora_rank": LATENT, "q_lora_rank": LATENT, "qk_rope_head_dim": LATENT,
+}  # fmt: skip
+WORDS = {"dspark": DSPARK, "domino": DOMINO, "dflash2": DFLASH2, "eagle": EAGLE, "medusa": MEDUSA, "mla": LATENT}
+TENSORS = {
+    "d2t": SMALL, "t2d": SMALL, "markov_head": DSPARK, "confidence_head": DSPARK, "prefix_gru": DOMINO, "gru": DOMINO,
+    "selector": DFLASH2, "attention_conv": DFLASH2, "mlp_conv": DFLASH2, "midlayer": EAGLE, "medusa_head": MEDUSA,
+    "kv_a_proj_with_mqa": LATENT, "hidden_dim_adapter": "an adapter between hidden sizes",
+}  # fmt: skip
+
+
+def named(name: Any) -> Family | None:
+    """Returns the family of that name, None where there is none."""
+    return next((family for family in FAMILIES if family.name == name), None)
+
+
+def of_config(raw: Mapping[str, Any], where: str) -> Family:
+    """Returns the family that a head's `config.json` belongs to.
+
+    Raises:
+      ConfigError: it belongs to none of ours; where it is one that we know of, the line names it.
+    """
+    fields = Fields(raw, where)
+    _refuse_foreign(fields)
+    found = next((family for family in FAMILIES if family.reads and family.reads(raw)), None)
+    if found is None:
+        tables = " or ".join(block_files.TABLES)
+        raise ConfigError(f"{where}: no {tables}, so this is no JetSpec or DFlash head; is it the target's folder?")
+    return found
+
+
+def refuse_foreign_tensors(tensors: Collection[str], where: str) -> None:
+    """Raises ConfigError where a head holds tensors of a family that is none of ours."""
+    for tensor in sorted(tensors):
+        for part in tensor.split("."):
+            if part in TENSORS:
+                raise ConfigError(f"{where}: {tensor} makes it a head with {TENSORS[part]}, {_not_supported()}")
+
+
+def _refuse_foreign(fields: Fields) -> None:
+    tables = [fields, *(Fields(v, fields.where, f"{k}.") for k, v in fields.raw.items() if isinstance(v, Mapping))]
+    for table in tables:
+        for key in ("architectures", "model_type", "projector_type", "attention_mode", "spec_decode_type"):
+            said = str(table.raw.get(key) or "").casefold()
+            for word, whose in WORDS.items():
+                if word in said:
+                    raise table.wrong(key, f"a head of {whose} is {_not_supported()}")
+        for key, whose in KEYS.items():
+            if table.raw.get(key) not in (None, False, 0):
+                raise table.wrong(key, f"a head with {whose} is {_not_supported()}")
+        size = table.raw.get("draft_vocab_size")
+        if size not in (None, fields.raw.get("vocab_size")):
+            raise table.wrong("draft_vocab_size", f"a head with {SMALL} is {_not_supported()}")
+
+
+def _not_supported() -> str:
+    known = ", ".join(family.name for family in FAMILIES if family.reads)
+    return f"not supported yet; families that are: {known}"

@@ -1,0 +1,233 @@
+"""The host's side of a batch: requests are admitted to rows, and all rows advance together.
+
+engine = Engine(target, head, decoder, geometry)
+engine.admit(rows)
+while not engine.over():
+    engine.advance(engine.pace())
+results = engine.results()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jetspec_jax.engine import requests
+from jetspec_jax.engine.geometry import Geometry
+from jetspec_jax.engine.programs import program
+from jetspec_jax.engine.rows import Result, Row
+from jetspec_jax.files import pair
+from jetspec_jax.loop.decoder import Decoder, insert, prefill, prefill_recorded, rounds, step_recorded
+from jetspec_jax.loop.state import LENGTH, TEXT, Round, State
+
+STOP_ROUNDS = 8  # between two looks for stop strings
+FIRST_ROUNDS = 4  # of a batch whose pace is not known yet
+BLOCK_SECONDS = 0.5  # of rounds in one launch, between two of which Python may answer a signal
+
+
+class Engine:
+    """A batch on the device, and the only owner of its state.
+
+    rows: the request of each slot; None is free.
+    seconds: load, compile, prefill, decode.
+    """
+
+    def __init__(self, target, head, decoder: Decoder, geometry: Geometry, settings: dict[str, Any] | None = None):
+        """Makes an engine without rows.
+
+        Args:
+          target: what `load_target` returns.
+          head: what `load_head` returns; None where `decoder` decodes plainly.
+          decoder: the static loop.
+          geometry: its sizes.
+          settings: what results say of the run, beside what the engine knows.
+        """
+        self.target, self.head, self.decoder, self.geometry = target, head, decoder, geometry
+        self.rows: list[Row | None] = [None] * geometry.batch
+        self.seconds = {"load": target.seconds + (head.seconds if head else 0.0), "compile": 0.0}
+        self.seconds |= {"prefill": 0.0, "decode": 0.0}
+        self._state: State | None = None
+        self._params = {"target": target.params, "draft": head.params if head else None}
+        self._request: Any = None  # of the first admission, whose logits can be asked for
+        self._pace = FIRST_ROUNDS
+        self._settings = {
+            "rows": decoder.nodes,
+            "depth": decoder.depth,
+            "capacity": geometry.capacity,
+            "prefill_chunk": decoder.prefill_chunk,
+            "dtype": str(target.dtype),
+            "attention": target.model.backend.name,
+            "device": jax.devices()[0].device_kind,
+        } | (settings or {})
+
+    @property
+    def state(self) -> State:
+        """The batch on the device."""
+        if self._state is None:
+            raise ValueError("no row has been admitted yet")
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = state
+
+    def admit(self, new: Sequence[Row]) -> list[int]:
+        """Prefills rows into free slots, and returns the slots.
+
+        The first call prefills all its rows as one batch. A later one puts them into the running batch, one by one;
+        their tokens are those that they would have alone.
+
+        Raises:
+          ValueError: there are fewer free slots, or a row needs other sizes or options than the engine was made for.
+        """
+        free = [slot for slot, row in enumerate(self.rows) if row is None][: len(new)]
+        if len(free) < len(new):
+            raise ValueError(f"{len(new)} rows: only {len(free)} of {len(self.rows)} slots are free")
+        for row in new:
+            needed = Geometry.fit([row.ids], [row.option], self.decoder.draft, self.decoder.prefill_chunk)
+            if not self.geometry.holds(needed):
+                raise ValueError(f"a row needs {needed}, and this engine was made for {self.geometry}")
+        if self._state is None:
+            self._request = self._arrays(new, self.geometry)
+            self.state = self._prefilled(self._request)
+        else:
+            for slot, row in zip(free, new, strict=True):
+                self._insert(slot, row)
+        for slot, row in zip(free, new, strict=True):
+            self.rows[slot] = row
+        self._read()
+        return free
+
+    def advance(self, n: int) -> None:
+        """Runs at most n rounds in one launch."""
+        args = self._params, self.state, jnp.int32(n)
+        run = self._program(rounds, *args, donate=(1,))
+        begin = time.perf_counter()
+        self.state = jax.block_until_ready(run(*args))
+        spent = time.perf_counter() - begin
+        self.seconds["decode"] += spent
+        self._pace = max(1, min(self.decoder.capacity, int(n * BLOCK_SECONDS / max(spent, 1e-6))))
+        self._read()
+
+    def pace(self) -> int:
+        """Returns how many rounds one launch should have: about half a second, fewer where stop strings are awaited."""
+        awaited = any(row is not None and row.text is not None for row in self.rows)
+        return min(self._pace, STOP_ROUNDS) if awaited else self._pace
+
+    def finish(self) -> list[Result]:
+        """Advances to the end of every row, and returns the results."""
+        while not self.over():
+            self.advance(self.pace())
+        return self.results()
+
+    def record(self) -> Round:
+        """Runs one round and returns what it did, beside the state."""
+        return self.run(step_recorded)
+
+    def run(self, function, *rest) -> Any:
+        """Runs a program of (decoder, params, state, *rest) that returns (state, value); gives the value."""
+        args = self._params, self.state, *rest
+        run = self._program(function, *args, donate=(1,))
+        begin = time.perf_counter()
+        self.state, value = jax.block_until_ready(run(*args))
+        self.seconds["decode"] += time.perf_counter() - begin
+        self._read()
+        return value
+
+    def first_logits(self) -> jax.Array:
+        """Returns f32 logits [B, V] that chose the first token of every row, from a second prefill of the prompts."""
+        args = self._params, self._request
+        return self._program(prefill_recorded, *args)(*args)[1]
+
+    def budgets(self, nodes: Sequence[int]) -> None:
+        """Sets the tree nodes of every slot's rounds from now on; compiles nothing."""
+        self.state = self.state._replace(budget=jnp.array(nodes, jnp.int32))
+
+    def release(self, slot: int) -> None:
+        """Frees a slot; a row that is still running ends."""
+        state = self.state
+        reason = jax.device_get(state.reason).copy()
+        reason[slot] = reason[slot] or LENGTH
+        self.state, self.rows[slot] = state._replace(reason=jnp.asarray(reason)), None
+
+    def new_ids(self) -> list[list[int]]:
+        """Returns the tokens committed so far in every slot, in one transfer: slicing on the device would compile."""
+        s = self.state
+        tokens, first, last = jax.device_get((s.tokens, s.prompt_length, s.length))
+        return [tokens[slot, first[slot] : last[slot]].tolist() for slot in range(len(self.rows))]
+
+    def over(self) -> bool:
+        """Returns whether every row has ended."""
+        return bool(jax.device_get(self.state.reason).all())  # RUNNING is 0
+
+    def results(self) -> list[Result]:
+        """Returns one result for each row, in the order of the slots, once all have ended."""
+        state = jax.device_get(self.state._replace(cache=(), draft=None))
+        held = [(slot, row) for slot, row in enumerate(self.rows) if row is not None]
+        results = [row.result(state, slot, self.seconds, self._settings, str(self.target.dtype)) for slot, row in held]
+        if self.decoder.depth:
+            total = sum(r.rounds for r in results)
+            verified = sum(sum(r.accept_lengths) for r in results)
+            pair.note_acceptance(self.target, self.head, total, verified / max(total, 1))
+        return results
+
+    def _arrays(self, new: Sequence[Row], geometry: Geometry):
+        return requests.arrays([r.ids for r in new], [r.option for r in new], [r.budget for r in new], geometry)
+
+    def _prefilled(self, request) -> State:
+        run = self._program(prefill, self._params, request)
+        begin = time.perf_counter()
+        state = jax.block_until_ready(run(self._params, request))
+        self.seconds["prefill"] += time.perf_counter() - begin
+        return state
+
+    def _insert(self, slot: int, row: Row) -> None:
+        one = Geometry.fit([row.ids], [row.option], self.decoder.draft, self.decoder.prefill_chunk)
+        # The prompt keeps its own size, so that a short one is read fast; everything else is the batch's.
+        prompt = min(one.prompt, self.geometry.capacity - self.decoder.depth - 1)
+        fresh = self._prefilled(self._arrays([row], dataclasses.replace(self.geometry, batch=1, prompt=prompt)))
+        args = self.state, jnp.int32(slot), fresh
+        self.state = self._program(insert, *args, donate=(0,))(*args)
+
+    def _read(self) -> None:
+        """Brings the texts up to date; ends the rows that have met a stop string at the token that completes it.
+
+        What such a row has computed after it is taken back: its length, its rounds, and what the last of them emitted.
+        """
+        if not any(row is not None and row.text is not None for row in self.rows):
+            return
+        ids, reasons = self.new_ids(), jax.device_get(self.state.reason)
+        found = {slot: row.read(ids[slot], int(reasons[slot])) for slot, row in enumerate(self.rows) if row is not None}
+        ended = {slot: kept for slot, kept in found.items() if kept is not None}
+        if ended:
+            self.state = _cut(self.state, ended)
+
+    def _program(self, function, *args, donate: tuple[int, ...] = ()):
+        compiled = program(function, self.decoder, *args, donate=donate)
+        self.seconds["compile"] += compiled.seconds
+        return compiled.run
+
+
+def _cut(state: State, ended: dict[int, int]) -> State:
+    """Returns the state with some rows ended after that many new tokens, and the records of their rounds cut."""
+    names = ("length", "reason", "rounds", "accept_lengths", "tree_sizes", "emitted")
+    arrays: dict[str, Any] = {name: jax.device_get(getattr(state, name)).copy() for name in names}
+    first = jax.device_get(state.prompt_length)
+    for slot, kept in ended.items():
+        emitted = arrays["emitted"][slot]
+        total = 1 + emitted.cumsum()  # the first token is that of prefill
+        count = int((total < kept).sum()) + 1 if kept > 1 else 0  # rounds that emitted something of what is kept
+        if count:
+            emitted[count - 1] -= total[count - 1] - kept
+        for name in ("accept_lengths", "tree_sizes", "emitted"):
+            arrays[name][slot, count:] = 0
+        arrays["rounds"][slot], arrays["reason"][slot] = count, TEXT
+        arrays["length"][slot] = first[slot] + kept
+    for name, value in arrays.items():
+        arrays[name] = jnp.asarray(value)
+    return state._replace(**arrays)

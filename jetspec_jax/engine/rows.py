@@ -1,0 +1,131 @@
+"""One request on the host: what it asks, its text while it runs, and what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jetspec_jax.engine.stops import StopText
+from jetspec_jax.loop.state import NONFINITE, STOP, State
+from jetspec_jax.options import SamplingConfig
+
+
+@dataclasses.dataclass
+class Result:
+    """One finished request. Field names are the keys of `decode.py --json`."""
+
+    text: str
+    token_ids: list[int]  # the end token included where one ended the row
+    finish_reason: str  # "stop", "length" or "error"
+    stopped_by: str | int | None  # the stop string, end token or stop token; None at the limit
+    prompt_tokens: int
+    new_tokens: int
+    rounds: int
+    accept_lengths: list[int]  # per round, bonus included, as verified
+    emitted: list[int]  # per round, tokens that reached the output
+    acceptance_length: float  # mean of `emitted`, what a round gave out; 0 without rounds
+    tree_sizes: list[int]
+    seconds: dict[str, float]  # load, compile, prefill, decode; of the whole batch
+    tokens_per_second: float  # of this row over the batch's decode time, the first token excluded
+    settings: dict[str, Any]
+    logprobs: list[float] | None  # of `token_ids` under the target's own distribution; None unless asked for
+    error: str | None = None  # why the row ended where it did, one line; None where it ended well
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns a dict of plain values."""
+        return dataclasses.asdict(self)
+
+
+class Row:
+    """A request in flight: its prompt, its resolved options, and its text where somebody must read it on the way."""
+
+    def __init__(self, ids: list[int], option: SamplingConfig, budget: int, tokenizer=None, watch: bool = False):
+        """Makes a row that has not been admitted.
+
+        Args:
+          ids: tokens of the prompt.
+          option: resolved options.
+          budget: tree nodes of its rounds.
+          tokenizer: of the target, or None.
+          watch: whether the text is kept up to date, as streaming needs it; stop strings need it anyhow.
+        """
+        self.ids, self.option, self.budget = ids, option, budget
+        self._tokenizer = tokenizer
+        self.text: StopText | None = None
+        if tokenizer and (watch or option.stop):
+            self.text = StopText(tokenizer, option.stop, option.include_stop_text, option.min_new_tokens)
+
+    def read(self, new: list[int], reason: int) -> int | None:
+        """Brings the text up to date with all new tokens so far.
+
+        Returns how many tokens stay, where a stop string has just ended the row.
+        """
+        text = self.text
+        if text is None or text.over:
+            return None
+        text.push(self._shown(new, reason)[text.count :])
+        ended = text.count if text.found is not None else None
+        if reason:  # RUNNING is 0
+            text.finish()
+        return ended
+
+    def result(
+        self, state: State, slot: int, seconds: dict[str, float], settings: dict[str, Any], dtype: str
+    ) -> Result:
+        """Returns what came of the row.
+
+        Args:
+          state: on the host, caches left out.
+          slot: of the row in it.
+          seconds: of the batch.
+          settings: of the batch; the row's own are added.
+          dtype: of the target, for the advice on broken logits.
+        """
+        first, last, reason = state.prompt_length[slot], state.length[slot], int(state.reason[slot])
+        ids, count = state.tokens[slot, first:last].tolist(), int(state.rounds[slot])
+        emitted = state.emitted[slot, :count].tolist()
+        text = ""
+        if self.text:
+            text = self.text.settled
+        elif self._tokenizer:
+            text = self._tokenizer.decode(self._shown(ids, reason))
+        logprobs = state.logprobs
+        found = self.text.found if self.text else None
+        stopped = ids[-1] if reason == STOP else found
+        error = _broken(dtype, int(last)) if reason == NONFINITE else None
+        return Result(
+            text=text,
+            token_ids=ids,
+            finish_reason="error" if error else "length" if stopped is None else "stop",
+            stopped_by=stopped,
+            prompt_tokens=len(self.ids),
+            new_tokens=len(ids),
+            rounds=count,
+            accept_lengths=state.accept_lengths[slot, :count].tolist(),
+            emitted=emitted,
+            acceptance_length=sum(emitted) / count if count else 0.0,
+            tree_sizes=state.tree_sizes[slot, :count].tolist(),
+            seconds=dict(seconds),
+            tokens_per_second=max(len(ids) - 1, 0) / seconds["decode"] if seconds["decode"] else 0.0,
+            settings=settings | {"budget": self.budget} | _settings(self.option),
+            logprobs=logprobs[slot, first:last].tolist() if self.option.logprobs and logprobs is not None else None,
+            error=error,
+        )
+
+    def _shown(self, ids: list[int], reason: int) -> list[int]:
+        """Returns the ids that make the text: without the end token, unless it is asked for."""
+        return ids[:-1] if reason == STOP and not self.option.include_stop_text else ids
+
+
+def _broken(dtype: str, position: int) -> str:
+    advice = "try float32 or bfloat16" if dtype == "float16" else "the weights, or what is computed of them, are broken"
+    advice = "try float32" if dtype == "bfloat16" else advice
+    return f"the target's logits are not finite in {dtype} at position {position}; {advice}"
+
+
+def _settings(option: SamplingConfig) -> dict[str, Any]:
+    """Returns what a result says of its options: temperature and seed, and whatever was set."""
+    given = dataclasses.asdict(option)
+    usual = {"temperature", "seed"}
+    hidden = {"max_new_tokens", "eos", "budget"}
+    return {k: v for k, v in given.items() if k in usual or (k not in hidden and v != getattr(SamplingConfig, k))}
