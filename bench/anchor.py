@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 
 import jax
 import shapes
+
+from jetspec_jax.config import ConfigError
 
 
 def per_token(pair: shapes.Pair, length: int, steps: int, repeats: int = 3) -> float:
@@ -19,7 +20,7 @@ def per_token(pair: shapes.Pair, length: int, steps: int, repeats: int = 3) -> f
         import torch
         import transformers
     except ImportError as error:
-        sys.exit(f"--anchor: {error}; install torch, or leave it out")
+        raise ConfigError(f"--anchor: {error}; install torch, or leave it out") from None
     model = _model(pair, torch, transformers)
     prompt = torch.randint(0, pair.target.vocab_size, (1, length), device=model.device)
 
@@ -47,7 +48,7 @@ def _model(pair: shapes.Pair, torch, transformers):
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     }
     if c.model_type not in kinds:
-        sys.exit(f"--anchor: no transformers model is set up for {c.model_type}; choose a dense shape")
+        raise ConfigError(f"--anchor: no transformers model is set up for {c.model_type}; choose a dense shape")
     make, kind = kinds[c.model_type]
     config = make(
         vocab_size=c.vocab_size, hidden_size=c.hidden_size, num_hidden_layers=c.num_layers,

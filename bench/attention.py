@@ -10,10 +10,14 @@ error does. Prints a table, then one JSON line; exit status 1 where an error exc
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":  # before the slow imports
+    from jetspec_jax import outcome
+
+    outcome.start("attention")
+
 import itertools
 import json
-import sys
+from collections.abc import Sequence
 
 import exact
 import jax
@@ -22,23 +26,33 @@ import numpy as np
 import shapes
 import timing
 
-from jetspec_jax.backends import choose, xla
+from jetspec_jax import command
 from jetspec_jax.backends.cudnn import CuDNN
 from jetspec_jax.backends.hopper import Hopper
+from jetspec_jax.backends.xla import PLAIN_XLA
 from jetspec_jax.layers import masks
+from jetspec_jax.options import Option
+
+CHOICES = ("xla", "cudnn", "pallas")
+LINE = command.Line(
+    __doc__,
+    [
+        shapes.SHAPE,
+        Option("rows", "whole", "Rows of a tree.", (1, 16, 64, 128, 256), low=1, many=True),
+        Option("lengths", "whole", "Committed tokens.", (1024,), low=1, many=True),
+        Option("slots", "whole", "Cache slots.", 2048, low=1),
+        Option("batch", "whole", "Rows of a batch.", 1, low=1),
+        shapes.DTYPE,
+        Option("choices", "choice", "Who computes it.", CHOICES, choices=CHOICES, many=True),
+        timing.REPEATS,
+    ],
+)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=shapes.PAIRS, default="qwen3-8b")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 128, 256])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
-    parser.add_argument("--slots", type=int, default=2048)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--choices", nargs="+", default=["xla", "cudnn", "pallas"], choices=choose.CHOICES[1:])
-    parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
+@command.tool("bench/attention.py")
+def main(argv: Sequence[str]) -> int:
+    """The command of the module's docstring; the exit status."""
+    args = LINE.parse(argv)
 
     config, _ = shapes.PAIRS[args.shape]
     kv_heads, dim, dtype = config.num_kv_heads, config.head_dim, jnp.dtype(args.dtype)
@@ -60,12 +74,12 @@ def main() -> None:
         mask = masks.ancestors(jnp.asarray(parents, jnp.int32), 15)
         lengths = jnp.full((args.batch,), length, jnp.int32)
         wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-        reference = xla.PLAIN_XLA.attend(wide(q), wide(fresh), mask, wide(caches[0]), lengths)
+        reference = PLAIN_XLA.attend(wide(q), wide(fresh), mask, wide(caches[0]), lengths)
         floor = 2 * args.batch * kv_heads * length * dim * dtype.itemsize / limits["bytes_per_second"]
         for choice in args.choices:
             if choice == "cudnn" and (dtype.itemsize != 2 or not gpu):
                 continue
-            how = {"xla": xla.PLAIN_XLA, "cudnn": CuDNN(), "pallas": Hopper()}[choice]
+            how = {"xla": PLAIN_XLA, "cudnn": CuDNN(), "pallas": Hopper()}[choice]
 
             def step(q, fresh, mask, caches, lengths, how=how):
                 for prefix in caches:
@@ -92,9 +106,5 @@ def main() -> None:
             print(f"{rows:6} {length:7} {choice:>7} {row['us']:9.2f} {row['floor_us']:9.2f} {error:9.1e}", flush=True)
             found.append(row)
     bound = exact.BOUNDS[args.dtype]
-    print(json.dumps({"settings": vars(args), "device": device, "bound": bound, "rows": found}))
-    sys.exit(any(row["error"] > bound for row in found))
-
-
-if __name__ == "__main__":
-    main()
+    print(json.dumps({"settings": command.settings(args), "device": device, "bound": bound, "rows": found}))
+    return int(any(row["error"] > bound for row in found))

@@ -16,8 +16,14 @@ with the tree. Prints a table, then one JSON line.
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":  # before the slow imports
+    from jetspec_jax import outcome
+
+    outcome.start("decode_latency")
+
 import json
+import re
+from collections.abc import Sequence
 
 import anchor
 import jax
@@ -25,33 +31,49 @@ import jax.numpy as jnp
 import shapes
 import timing
 
-from jetspec_jax.backends import choose
+from jetspec_jax import command
 from jetspec_jax.engine.programs import program
 from jetspec_jax.layers import masks
 from jetspec_jax.loop import decoder, tree
 from jetspec_jax.loop.plain import PLAIN
+from jetspec_jax.options import Option, shown
 from jetspec_jax.training import flops
 
+LINE = command.Line(
+    __doc__,
+    [
+        shapes.SHAPE,
+        Option(
+            "budgets",
+            "whole",
+            "Tree nodes of a round; 0 or 1 is only the plain step.",
+            (64, 128, 256),
+            low=0,
+            many=True,
+        ),
+        Option("batch", "whole", "Rows of a batch.", 1, low=1),
+        Option(
+            "contexts", "text", "Committed tokens and cache slots.", ("1024:2048",), many=True, metavar="LENGTH:SLOTS"
+        ),
+        shapes.DTYPE,
+        command.BACKEND,
+        Option("steps", "whole", "Steps of a long call.", 64, low=4),
+        timing.REPEATS,
+        Option("parts", "flag", "Also time draft, tree and verification alone.", False),
+        Option("anchor", "flag", "Also time transformers' generate on the same weights.", False),
+        Option("profile", "text", "Write a profiler trace of a few steps of each.", metavar="DIR"),
+    ],
+)
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=shapes.PAIRS, default="qwen3-8b")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[64, 128, 256], help="0 or 1: only the plain step")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument(
-        "--contexts", nargs="+", default=["1024:2048"], metavar="LENGTH:SLOTS", help="committed tokens and cache slots"
-    )
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--attention", default="auto", choices=choose.CHOICES)
-    parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--parts", action="store_true", help="also time draft, tree and verification alone")
-    parser.add_argument("--anchor", action="store_true", help="also time transformers' generate on the same weights")
-    parser.add_argument("--profile", metavar="DIR", help="write a profiler trace of a few steps of each")
-    args = parser.parse_args()
+
+@command.tool("bench/decode_latency.py")
+def main(argv: Sequence[str]) -> int:
+    """The command of the module's docstring; the exit status."""
+    args = LINE.parse(argv)
+    contexts = [sizes(text) for text in args.contexts]
 
     limits = timing.machine(args.dtype)  # before the weights: its arrays need the room
-    pair = shapes.random_pair(args.shape, args.dtype, args.attention)
+    pair = shapes.random_pair(args.shape, args.dtype, args.backend)
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}"
     print(
         f"{args.shape}, random weights, batch {args.batch}, attention {pair.target.backend.name}; {device}",
@@ -64,17 +86,25 @@ def main() -> None:
     titles = f"{'ms':>8} {floors} {'compile s':>10} {'temp MiB':>9} {'over':>6}"
     print(f"{'committed':>14} {'':>12} {titles}")
     rows = []
-    for context in args.contexts:
-        args.length, args.slots = map(int, context.split(":"))
+    for args.length, args.slots in contexts:
         rows += [measure(args, pair, budget, limits) for budget in [1, *(b for b in args.budgets if b > 1)]]
     if args.anchor:
         seconds = anchor.per_token(pair, args.length, args.steps)
         print(f"transformers, static cache, compiled: {1e3 * seconds:.2f} ms a plain token")
         rows.append({"anchor": "transformers", "length": args.length, "ms": 1e3 * seconds})
-    print(json.dumps({"settings": vars(args), "device": device, "machine": limits, "rows": rows}))
+    print(json.dumps({"settings": command.settings(args), "device": device, "machine": limits, "rows": rows}))
+    return 0
 
 
-def measure(args: argparse.Namespace, pair: shapes.Pair, budget: int, limits: dict) -> dict:
+def sizes(text: str) -> tuple[int, int]:
+    """Committed tokens and cache slots of "LENGTH:SLOTS"."""
+    found = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", text)
+    if not found or not 0 < int(found[1]) < int(found[2]):
+        raise command.UsageError(f"--contexts={shown(text)}: give LENGTH:SLOTS, the second the larger, e.g. 1024:2048")
+    return int(found[1]), int(found[2])
+
+
+def measure(args: command.Args, pair: shapes.Pair, budget: int, limits: dict) -> dict:
     """Plain step (budget 1) or round."""
     if budget == 1:
         static, params = decoder.Decoder(pair.target, PLAIN, args.slots), pair.plain
@@ -199,7 +229,3 @@ def product_flop(pair: shapes.Pair, static: decoder.Decoder, batch: int, length:
         keys_values = 2 * h.num_layers * h.hidden_size * h.num_kv_heads * h.head_dim
         total += layers(h, batch * draft.slots) + 2 * fresh * (pair.params["draft"]["fc"].size + keys_values)
     return total
-
-
-if __name__ == "__main__":
-    main()

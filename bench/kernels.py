@@ -8,24 +8,38 @@ The folder is DIR/LENGTH-SLOTS/BUDGET of `--profile DIR`, budget 1 the plain ste
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":  # before the slow imports
+    from jetspec_jax import outcome
+
+    outcome.start("kernels")
+
 import collections
 import pathlib
 import re
-import sys
+from collections.abc import Sequence
 
 import jax
 
+from jetspec_jax import command
+from jetspec_jax.options import ConfigError, Option
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--steps", type=int, default=8, help="steps in the trace")
-    parser.add_argument("--top", type=int, default=30)
-    args = parser.parse_args()
-    traces = sorted(args.folder.rglob("*.xplane.pb"))
+LINE = command.Line(
+    __doc__,
+    [
+        Option("steps", "whole", "Steps in the trace.", 8, low=1),
+        Option("top", "whole", "Kernels that are shown.", 30, low=1),
+    ],
+    [Option("folder", "text", "Folder of one trace.", required=True, metavar="FOLDER")],
+)
+
+
+@command.tool("bench/kernels.py")
+def main(argv: Sequence[str]) -> int:
+    """The command of the module's docstring; the exit status."""
+    args = LINE.parse(argv)
+    traces = sorted(pathlib.Path(args.folder).rglob("*.xplane.pb"))
     if len(traces) != 1:
-        sys.exit(f"kernels: {len(traces)} traces (*.xplane.pb) in {args.folder}; give the folder of one")
+        raise ConfigError(f"{args.folder}: {len(traces)} traces (*.xplane.pb) in it; give the folder of one")
     total: dict[str, float] = collections.Counter()
     count: dict[str, int] = collections.Counter()
     for plane in jax.profiler.ProfileData.from_file(str(traces[0])).planes:
@@ -42,7 +56,4 @@ def main() -> None:
     print(f"{busy / 1e6:.3f} ms of kernels and {sum(count.values()) / args.steps:.0f} launches a step")
     for name, spent in sorted(total.items(), key=lambda x: -x[1])[: args.top]:
         print(f"{spent / args.steps / 1e3:9.1f} us {count[name] / args.steps:7.1f} x  {name[:150]}")
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -10,47 +10,61 @@ status 1 if any output differs in float32.
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":  # before the slow imports
+    from jetspec_jax import outcome
+
+    outcome.start("long_context")
+
+import dataclasses
 import json
 import statistics
-import sys
 import time
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import shapes
+import timing
 
-from jetspec_jax.backends import choose
+from jetspec_jax import command
 from jetspec_jax.engine.programs import program
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.plain import PLAIN
 from jetspec_jax.loop.processors import Sampling
 from jetspec_jax.loop.state import Request
 from jetspec_jax.loop.tree import Rule
+from jetspec_jax.options import Option
+
+LINE = command.Line(
+    __doc__,
+    [
+        dataclasses.replace(shapes.SHAPE, default="qwen3-0.6b"),
+        Option("prompts", "whole", "Lengths.", (1024, 8192, 32000), low=1, many=True),
+        Option("new", "whole", "Tokens to decode.", 64, low=1),
+        Option("budget", "whole", "Tree nodes.", 64, low=1),
+        Option("chunk", "whole", "Prompt tokens read at a time.", decoder.DEFAULT_CHUNK, low=1),
+        dataclasses.replace(shapes.DTYPE, default="float32"),
+        command.BACKEND,
+        dataclasses.replace(timing.REPEATS, default=3),
+    ],
+)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=shapes.PAIRS, default="qwen3-0.6b")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[1024, 8192, 32000], help="lengths")
-    parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--budget", type=int, default=64)
-    parser.add_argument("--chunk", type=int, default=decoder.DEFAULT_CHUNK)
-    parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
-    parser.add_argument("--attention", default="auto", choices=choose.CHOICES)
-    parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
+@command.tool("bench/long_context.py")
+def main(argv: Sequence[str]) -> int:
+    """The command of the module's docstring; the exit status."""
+    args = LINE.parse(argv)
 
-    pair = shapes.random_pair(args.shape, args.dtype, args.attention)
+    pair = shapes.random_pair(args.shape, args.dtype, args.backend)
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}"
     print(f"{args.shape}, random weights, batch 1, chunks of {args.chunk}; {device}")
     print(f"{'prompt':>7} {'read ms':>8} {'temp MiB':>9} {'cache MiB':>10} {'plain ms':>9} {'round ms':>9}  equal")
     rows = [measure(args, pair, prompt) for prompt in args.prompts]
-    print(json.dumps({"settings": vars(args), "device": device, "rows": rows}))
-    sys.exit(args.dtype == "float32" and not all(row["equal"] for row in rows))
+    print(json.dumps({"settings": command.settings(args), "device": device, "rows": rows}))
+    return int(args.dtype == "float32" and not all(row["equal"] for row in rows))
 
 
-def measure(args: argparse.Namespace, pair: shapes.Pair, prompt: int) -> dict:
+def measure(args: command.Args, pair: shapes.Pair, prompt: int) -> dict:
     """One prompt, read and continued plainly and speculatively."""
     slots = -(-(prompt + args.new + pair.draft.depth + 1) // 256) * 256
     size = -(-prompt // args.chunk) * args.chunk
@@ -86,7 +100,3 @@ def measure(args: argparse.Namespace, pair: shapes.Pair, prompt: int) -> dict:
     line = "{prompt:7} {read_ms:8.1f} {temp_mib:9.1f} {cache_mib:10.1f} {plain_ms:9.2f} {round_ms:9.2f}"
     print(line.format(**found), f" {found['equal']}", flush=True)
     return found
-
-
-if __name__ == "__main__":
-    main()

@@ -12,12 +12,17 @@ and not timed). Prints a table, then one JSON line; exit status 1 where an error
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":  # before the slow imports
+    from jetspec_jax import outcome
+
+    outcome.start("products")
+
 import concurrent.futures
+import dataclasses
 import functools
 import itertools
 import json
-import sys
+from collections.abc import Sequence
 
 import exact
 import jax
@@ -25,25 +30,35 @@ import jax.numpy as jnp
 import shapes
 import timing
 
+from jetspec_jax import command
 from jetspec_jax.backends.hopper import Hopper
 from jetspec_jax.backends.kernels import gpu_layer
 from jetspec_jax.backends.kernels.gpu_layer import Tile
 from jetspec_jax.backends.xla import PLAIN_XLA
 from jetspec_jax.layers import rope
 from jetspec_jax.layers.numerics import einsum
+from jetspec_jax.options import Option
 
 CACHED = 400e6  # bytes that the L2 cache cannot hold
 NAMES = ("qkv", "out", "gate_up", "down")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=shapes.PAIRS, default="qwen3-8b")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64, 128, 256])
-    parser.add_argument("--names", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--tiles", action="store_true", help="try every tile, not only the one of the rule")
-    parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
+LINE = command.Line(
+    __doc__,
+    [
+        shapes.SHAPE,
+        Option("rows", "whole", "Rows of the product.", (1, 16, 32, 64, 128, 256), low=1, many=True),
+        Option("names", "choice", "Weights.", NAMES, choices=NAMES, many=True),
+        Option("tiles", "flag", "Try every tile, not only the one of the rule.", False),
+        dataclasses.replace(timing.REPEATS, default=3),
+    ],
+)
+
+
+@command.tool("bench/products.py")
+def main(argv: Sequence[str]) -> int:
+    """The command of the module's docstring; the exit status."""
+    args = LINE.parse(argv)
 
     gpu = jax.default_backend() == "gpu"
     config, _ = shapes.PAIRS[args.shape]
@@ -60,8 +75,12 @@ def main() -> None:
             print("  ".join(f"{k} {shown(k, v)}" for k, v in row.items()), flush=True)
             found.append(row)
     bound = exact.BOUNDS["bfloat16"]
-    print(json.dumps({"settings": vars(args), "device": device, "machine": limits, "bound": bound, "rows": found}))
-    sys.exit(any(row.get("error", 0) > bound for row in found))
+    print(
+        json.dumps(
+            {"settings": command.settings(args), "device": device, "machine": limits, "bound": bound, "rows": found}
+        )
+    )
+    return int(any(row.get("error", 0) > bound for row in found))
 
 
 def shown(name: str, value) -> str:
@@ -84,7 +103,7 @@ class Product:
         draw = jax.jit(lambda k: 0.02 * jax.random.normal(k, self.sizes, jnp.bfloat16))
         self.weights = [draw(k) for k in jax.random.split(jax.random.key(0), copies)]
 
-    def measure(self, rows: int, args: argparse.Namespace) -> dict:
+    def measure(self, rows: int, args: command.Args) -> dict:
         c, inner = self.config, self.sizes[0]
         draw = lambda i, size: jax.random.normal(jax.random.key(i), (1, rows, size), jnp.bfloat16)
         x, stream = draw(1, inner), draw(2, c.hidden_size)
@@ -176,7 +195,3 @@ def tiles(rows: int, inner: int, columns: int, glu: bool) -> list[Tile]:
             if (inner // depth) % parts == 0 and (glu or 90 <= programs <= 300):
                 found.append(Tile(high, wide, depth, parts, warps, stages))
     return found
-
-
-if __name__ == "__main__":
-    main()

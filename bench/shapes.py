@@ -18,6 +18,7 @@ from jetspec_jax.loop import decoder
 from jetspec_jax.loop.processors import Sampling
 from jetspec_jax.loop.state import RUNNING, Request, State
 from jetspec_jax.models import qwen3
+from jetspec_jax.options import Option
 
 QWEN = {"norm_eps": 1e-6, "rope_theta": 1e6, "max_positions": 40960, "vocab_size": 151936, "head_dim": 128}
 
@@ -57,6 +58,9 @@ PAIRS = {
     "tiny": (_TINY, _head(_TINY, 1, (0, 1), 511)),
     "tiny-moe": (_TINY_MOE, _head(_TINY_MOE, 1, (0, 1), 511)),
 }  # smollm2-135m is the demo pair, the tiny ones are smoke runs for a CPU
+
+SHAPE = Option("shape", "choice", "Shape of target and head.", "qwen3-8b", choices=tuple(PAIRS))
+DTYPE = Option("dtype", "choice", "Dtype of the weights.", "bfloat16", choices=("bfloat16", "float32"))
 
 
 @dataclasses.dataclass(frozen=True)

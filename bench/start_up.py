@@ -10,47 +10,62 @@ a table, then one JSON line.
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":  # before the slow imports
+    from jetspec_jax import outcome
+
+    outcome.start("start_up")
+
 import json
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import shapes
 
+from jetspec_jax import command
 from jetspec_jax.engine.programs import program
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.processors import Sampling
 from jetspec_jax.loop.state import Request
 from jetspec_jax.loop.tree import Rule
+from jetspec_jax.options import ConfigError, Option
+
+LINE = command.Line(
+    __doc__,
+    [
+        shapes.SHAPE,
+        Option("budget", "whole", "Tree nodes.", 64, low=1),
+        Option("prompt", "whole", "Prompt tokens.", 1024, low=1),
+        Option("slots", "whole", "Cache slots.", 2048, low=1),
+        shapes.DTYPE,
+        Option("child", "flag", "Only measure this process; the command itself gives it.", False),
+    ],
+)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=shapes.PAIRS, default="qwen3-8b")
-    parser.add_argument("--budget", type=int, default=64)
-    parser.add_argument("--prompt", type=int, default=1024, help="prompt tokens")
-    parser.add_argument("--slots", type=int, default=2048)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+@command.tool("bench/start_up.py")
+def main(argv: Sequence[str]) -> int:
+    """The command of the module's docstring; the exit status."""
+    args = LINE.parse(argv)
     if args.child:
         print(json.dumps(child(args)))
-        return
+        return 0
     found = {}
     print(f"{args.shape}, random weights, {args.dtype}, prompt of {args.prompt}, budget {args.budget}; seconds")
     with tempfile.TemporaryDirectory() as folder:
         for name in ("cold", "warm"):
-            command = [sys.executable, __file__, "--child", *sys.argv[1:]]
-            done = subprocess.run(command, env=environment(folder), capture_output=True, text=True)
+            words = [sys.executable, __file__, "--child", *argv]
+            done = subprocess.run(words, env=environment(folder), capture_output=True, text=True)
             if done.returncode:
-                sys.exit(done.stderr)
+                raise ConfigError(done.stderr.strip().splitlines()[-1])
             found[name] = json.loads(done.stdout.splitlines()[-1])
             print(f"{name}: ", "  ".join(f"{k} {v:.2f}" for k, v in found[name].items() if k != "device"), flush=True)
-    print(json.dumps({"settings": vars(args), **found}))
+    print(json.dumps({"settings": command.settings(args), **found}))
+    return 0
 
 
 def environment(folder: str) -> dict[str, str]:
@@ -59,7 +74,7 @@ def environment(folder: str) -> dict[str, str]:
     return os.environ | {"JAX_COMPILATION_CACHE_DIR": folder}
 
 
-def child(args: argparse.Namespace) -> dict:
+def child(args: command.Args) -> dict:
     """The times of one process."""
     pair = shapes.random_pair(args.shape, args.dtype)
     draft = pair.draft.shaped(Rule(args.budget), min(pair.draft.depth, args.budget - 1))
@@ -86,7 +101,3 @@ def child(args: argparse.Namespace) -> dict:
         "to first round": seconds, "of it tracing and compiling too": compiled + more,
         "held GiB": held / 2**30, "peak GiB": peak / 2**30, "device": device,
     }  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()

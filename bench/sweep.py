@@ -11,47 +11,56 @@ table a file, then one JSON line.
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":  # before the slow imports
+    from jetspec_jax import outcome
+
+    outcome.start("sweep")
+
+import dataclasses
 import json
 import pathlib
+import re
 import statistics
-import sys
+from collections.abc import Sequence
 
 import jax
+import timing
 
-from jetspec_jax import baseline, speculate
+from jetspec_jax import baseline, command, speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
-from jetspec_jax.files import demo, load
+from jetspec_jax.options import Option, shown
+
+LINE = command.Line(
+    __doc__,
+    [
+        command.PROMPTS,
+        command.TARGET,
+        command.HEAD,
+        command.DTYPE,
+        command.BACKEND,
+        Option(
+            "settings",
+            "text",
+            "Trees.",
+            ("4:3", "8:3", "8:5", "8:7", "16:8", "16:15", "32:15"),
+            many=True,
+            metavar="BUDGET:DEPTH",
+        ),
+        dataclasses.replace(command.LIMIT, default=16),
+        dataclasses.replace(command.SAMPLING["max_new_tokens"], default=128, low=1),
+        dataclasses.replace(timing.REPEATS, default=1),
+    ],
+)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help="JSONL prompt files")
-    parser.add_argument("--target", help="default: the demo target")
-    parser.add_argument("--head", help="default: the demo head")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"])
-    parser.add_argument(
-        "--settings", nargs="+", default=["4:3", "8:3", "8:5", "8:7", "16:8", "16:15", "32:15"],
-        metavar="BUDGET:DEPTH",
-    )  # fmt: skip
-    parser.add_argument("--limit", type=int, default=16)
-    parser.add_argument("--max_new_tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=1, help="the median over repeats of each prompt is taken")
-    args = parser.parse_args()
-
-    try:
-        run(args)
-    except (ConfigError, OSError, ValueError) as error:
-        sys.exit(f"sweep: {error}")
-
-
-def run(args: argparse.Namespace) -> None:
-    """Measures and prints."""
-    target = load.load_target(args.target or demo.fetch_target(), args.dtype)
-    head = load.load_head(args.head or demo.head_folder(), target)
+@command.tool("bench/sweep.py")
+def main(argv: Sequence[str]) -> int:
+    """The command of the module's docstring; the exit status."""
+    args = LINE.parse(argv)
     sampling = SamplingConfig(args.max_new_tokens)
-    trees = {s: TreeConfig(int(s.split(":")[0]), depth=int(s.split(":")[1])) for s in args.settings}
+    trees = {text: tree(text) for text in args.settings}
+    target, head = command.pair_of(args)
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {target.dtype}"
     rows = []
     for path in args.prompts:
@@ -64,7 +73,19 @@ def run(args: argparse.Namespace) -> None:
             rows.append({"set": name, "prompts": len(prompts)} | row)
             line = "{setting:>12} {ms_per_round:9.2f} {tokens_per_round:13.2f} {tokens_per_second:9.1f}"
             print(line.format(**row), f"{row['end_to_end']:11.1f} {row['speedup']:9.2f}  {row['equal']}", flush=True)
-    print(json.dumps({"settings": vars(args), "device": device, "rows": rows}))
+    print(json.dumps({"settings": command.settings(args), "device": device, "rows": rows}))
+    return 0
+
+
+def tree(text: str) -> TreeConfig:
+    """The tree of "BUDGET:DEPTH"."""
+    if not re.fullmatch("[0-9]{1,4}:[0-9]{1,4}", text):
+        raise command.UsageError(f"--settings={shown(text)}: give BUDGET:DEPTH, e.g. 16:15")
+    try:
+        budget, depth = map(int, text.split(":"))
+        return TreeConfig(budget, depth=depth)
+    except ConfigError as error:
+        raise command.UsageError(f"--settings={text}: {error}") from None
 
 
 def measure(target, head, prompts, sampling: SamplingConfig, trees: dict, repeats: int) -> list[dict]:
@@ -102,7 +123,3 @@ def measure(target, head, prompts, sampling: SamplingConfig, trees: dict, repeat
         }
         for s in settings
     ]
-
-
-if __name__ == "__main__":
-    main()

@@ -11,50 +11,62 @@ that the accepted path visits are processed. Prints a table, then one JSON line.
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":  # before the slow imports
+    from jetspec_jax import outcome
+
+    outcome.start("synthetic_accept")
+
 import json
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import shapes
 import timing
 
-from jetspec_jax.backends import choose
+from jetspec_jax import command
 from jetspec_jax.drafts import synthetic
 from jetspec_jax.drafts.synthetic import SyntheticConfig
 from jetspec_jax.engine.programs import program
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.processors import Sampling
 from jetspec_jax.loop.tree import Rule
+from jetspec_jax.options import Option
+
+LINE = command.Line(
+    __doc__,
+    [
+        shapes.SHAPE,
+        Option("budgets", "whole", "Tree nodes.", (64, 128, 256), low=2, many=True),
+        Option("accept", "whole", "Tokens a round, bonus included.", (1, 4, 7, 10), low=1, many=True),
+        Option("batch", "whole", "Rows of a batch.", 1, low=1),
+        Option("length", "whole", "Committed tokens at the start.", 1024, low=1),
+        Option("slots", "whole", "Cache slots.", 4096, low=1),
+        *(command.SAMPLING[name] for name in ("temperature", "top_p", "top_k")),
+        shapes.DTYPE,
+        command.BACKEND,
+        Option("steps", "whole", "Steps of a long call.", 48, low=4),
+        timing.REPEATS,
+    ],
+)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=shapes.PAIRS, default="qwen3-8b")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[64, 128, 256])
-    parser.add_argument("--accept", type=int, nargs="+", default=[1, 4, 7, 10], help="tokens a round, bonus included")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--slots", type=int, default=4096)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top_p", type=float, default=1.0)
-    parser.add_argument("--top_k", type=int, default=0)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--attention", default="auto", choices=choose.CHOICES)
-    parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
+@command.tool("bench/synthetic_accept.py")
+def main(argv: Sequence[str]) -> int:
+    """The command of the module's docstring; the exit status."""
+    args = LINE.parse(argv)
 
-    pair = shapes.random_pair(args.shape, args.dtype, args.attention)
+    pair = shapes.random_pair(args.shape, args.dtype, args.backend)
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}"
     options = f"temperature {args.temperature:g}, top_p {args.top_p:g}, top_k {args.top_k}"
     print(f"{args.shape}, random weights, batch {args.batch}, from {args.length} tokens on, {options}; {device}")
     print(f"{'budget':>7} {'tokens/round':>13} {'ms/round':>9} {'tokens/s a row':>15}", flush=True)
     rows = [measure(args, pair, budget, accept) for budget in args.budgets for accept in args.accept]
-    print(json.dumps({"settings": vars(args), "device": device, "rows": rows}))
+    print(json.dumps({"settings": command.settings(args), "device": device, "rows": rows}))
+    return 0
 
 
-def measure(args: argparse.Namespace, pair: shapes.Pair, budget: int, accept: int) -> dict:
+def measure(args: command.Args, pair: shapes.Pair, budget: int, accept: int) -> dict:
     """One setting; the acceptance is read from the records and not assumed."""
     own = pair.draft.shaped(Rule(budget), min(pair.draft.depth, budget - 1))
     config = SyntheticConfig(float(accept), pair.target.vocab_size, own.depth)
@@ -82,7 +94,3 @@ def measure(args: argparse.Namespace, pair: shapes.Pair, budget: int, accept: in
     rate = found / seconds
     print(f"{budget:7} {found:13.2f} {1e3 * seconds:9.3f} {rate:15.1f}", flush=True)
     return {"budget": budget, "tokens_per_round": found, "ms_per_round": 1e3 * seconds, "tokens_per_second": rate}
-
-
-if __name__ == "__main__":
-    main()

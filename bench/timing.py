@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jetspec_jax.layers.numerics import precision
+from jetspec_jax.options import Option
+
+REPEATS = Option("repeats", "whole", "Measurements, of which the median is taken.", 5, low=1)
 
 
 def per_step(run: Callable[[int], object], short: int, long: int, repeats: int) -> float:

@@ -13,9 +13,15 @@ sum is not exactly the step. Prints a table, then one JSON line.
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":  # before the slow imports
+    from jetspec_jax import outcome
+
+    outcome.start("train_step")
+
+import dataclasses
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -25,7 +31,9 @@ import optax
 import shapes
 import timing
 
+from jetspec_jax import command
 from jetspec_jax.models import qwen3
+from jetspec_jax.options import Option
 from jetspec_jax.training import flops, losses, options, settings, step, teacher
 from jetspec_jax.training import recipe as recipes
 from jetspec_jax.training.data.batches import Batch
@@ -34,26 +42,34 @@ from jetspec_jax.training.objectives import block as learns
 CONFIG = Path(__file__).parent.parent / "configs" / "qwen3_8b.py"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=shapes.PAIRS, default="qwen3-8b")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--sequence", type=int, default=3_072)
-    parser.add_argument("--anchors", type=int, default=256)
-    parser.add_argument("--micro_batch", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--attention", choices=["auto", "xla", "cudnn"], default="auto")
-    parser.add_argument("--loss_chunk", type=int, default=2_048)
-    parser.add_argument("--noremat", action="store_true", help="keep what is inside the head's layers")
-    parser.add_argument("--parts", action="store_true", help="also time the parts alone (four more compilations)")
-    args = parser.parse_args()
+LINE = command.Line(
+    __doc__,
+    [
+        shapes.SHAPE,
+        shapes.DTYPE,
+        Option("sequence", "whole", "Tokens of a sequence.", 3072, low=16),
+        Option("anchors", "whole", "Blocks of a sequence.", 256, low=1),
+        Option("micro_batch", "whole", "Sequences of a step.", 2, low=1),
+        Option("steps", "whole", "Steps of a long call.", 4, low=1),
+        dataclasses.replace(timing.REPEATS, default=3),
+        Option("attention", "choice", "What computes it.", "auto", choices=("auto", "xla", "cudnn")),
+        Option("loss_chunk", "whole", "Rows whose f32 logits exist at a time.", 2048, low=1),
+        Option("remat", "flag", "Recompute what is inside the head's layers instead of keeping it.", True),
+        Option("parts", "flag", "Also time the parts alone (four more compilations).", False),
+    ],
+)
+
+
+@command.tool("bench/train_step.py")
+def main(argv: Sequence[str]) -> int:
+    """The command of the module's docstring; the exit status."""
+    args = LINE.parse(argv)
 
     target, head = shapes.PAIRS[args.shape]
     attention = teacher.kernel(args.attention, args.dtype)
     values = options.load(CONFIG) | {
         "sequence_length": args.sequence, "anchors": args.anchors, "loss_chunk": args.loss_chunk,
-        "batch": args.micro_batch, "remat": not args.noremat, "epochs": 0.0, "steps": 1_000, "data": "-",
+        "batch": args.micro_batch, "remat": args.remat, "epochs": 0.0, "steps": 1_000, "data": "-",
     }  # fmt: skip
     config = settings.make(values, str(CONFIG))
     model, weights = qwen3.build(target, jnp.dtype(args.dtype))
@@ -92,13 +108,14 @@ def main() -> None:
     print(f"step {1e3 * time_step:.1f} ms, model FLOP utilisation {utilisation:.1%}")
     print(f"peak {peak / 2**30:.1f} GiB; temporaries of the step {temporary / 2**30:.1f} GiB")
     print(json.dumps({
-        "device": device.device_kind, "settings": vars(args), "attention": attention, "ms_step": 1e3 * time_step,
-        "ms_parts": {k: 1e3 * v for k, v in times.items()}, "flop": work, "matrix_rate": rate,
-        "utilisation": utilisation, "peak_bytes": peak, "temporary_bytes": temporary, "loss": loss,
+        "device": device.device_kind, "settings": command.settings(args), "attention": attention,
+        "ms_step": 1e3 * time_step, "ms_parts": {k: 1e3 * v for k, v in times.items()}, "flop": work,
+        "matrix_rate": rate, "utilisation": utilisation, "peak_bytes": peak, "temporary_bytes": temporary, "loss": loss,
     }))  # fmt: skip
+    return 0
 
 
-def seconds(call, args: argparse.Namespace) -> float:
+def seconds(call, args: command.Args) -> float:
     """Of one call, behind one that compiles."""
 
     def run(n: int):
@@ -119,7 +136,7 @@ def random_batch(shape: tuple[int, int, int], vocab: int) -> Batch:
     )
 
 
-def parts(args: argparse.Namespace, recipe: recipes.Recipe, params, scale, state, batch: Batch) -> dict[str, float]:
+def parts(args: command.Args, recipe: recipes.Recipe, params, scale, state, batch: Batch) -> dict[str, float]:
     """Seconds of the parts alone; takes the state."""
     head, dtype, times = recipe.head, recipe.dtype, {}
     part = jax.tree.map(lambda x: x[0], batch)
@@ -167,7 +184,3 @@ def parts(args: argparse.Namespace, recipe: recipes.Recipe, params, scale, state
 
     times["AdamW"] = seconds(optimise, args)
     return times
-
-
-if __name__ == "__main__":
-    main()

@@ -9,28 +9,41 @@ one JSON line; exit status 1 if any tree differs.
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":  # before the slow imports
+    from jetspec_jax import outcome
+
+    outcome.start("tree_build")
+
 import json
-import sys
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import timing
 
+from jetspec_jax import command
 from jetspec_jax.backends.hopper import Hopper
 from jetspec_jax.backends.xla import PLAIN_XLA, XLA
 from jetspec_jax.layers import masks
 from jetspec_jax.loop import tree
+from jetspec_jax.options import Option
+
+LINE = command.Line(
+    __doc__,
+    [
+        Option("vocab", "whole", "Tokens of the vocabulary.", 151936, low=2),
+        Option("depth", "whole", "Drafted positions.", 15, low=1),
+        Option("budgets", "whole", "Tree nodes.", (16, 64, 128, 256), low=2, many=True),
+        Option("batch", "whole", "Rows of a batch.", 1, low=1),
+        timing.REPEATS,
+    ],
+)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vocab", type=int, default=151936)
-    parser.add_argument("--depth", type=int, default=15)
-    parser.add_argument("--budgets", type=int, nargs="+", default=[16, 64, 128, 256])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
+@command.tool("bench/tree_build.py")
+def main(argv: Sequence[str]) -> int:
+    """The command of the module's docstring; the exit status."""
+    args = LINE.parse(argv)
 
     gpu = jax.default_backend() == "gpu"
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}"
@@ -56,8 +69,8 @@ def main() -> None:
         row["equal"] = all(bool((a == b).all()) for a, b in zip(*(t[:4] for t in trees), strict=True))
         print(f"{times}  equal {row['equal']}", flush=True)
         found.append(row)
-    print(json.dumps({"settings": vars(args), "device": device, "rows": found}))
-    sys.exit(not all(row["equal"] for row in found))
+    print(json.dumps({"settings": command.settings(args), "device": device, "rows": found}))
+    return int(not all(row["equal"] for row in found))
 
 
 def grown(logits, budget: int, how: XLA, builder: str = "best_first", width: int = 64) -> tree.Tree:
@@ -65,7 +78,7 @@ def grown(logits, budget: int, how: XLA, builder: str = "best_first", width: int
     return tree.build(tree.Rule(budget, builder, width), logits, zero, zero + budget, how.grow)
 
 
-def timed(args: argparse.Namespace, logits, function) -> float:
+def timed(args: command.Args, logits, function) -> float:
     """Microseconds; each step's logits depend on the tree before, by less than anything could notice."""
 
     def step(x):
@@ -78,7 +91,3 @@ def timed(args: argparse.Namespace, logits, function) -> float:
         return held[0]
 
     return 1e6 * timing.per_step(run, 8, 40, args.repeats)
-
-
-if __name__ == "__main__":
-    main()

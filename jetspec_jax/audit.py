@@ -22,10 +22,13 @@ Exit status: 0 no defect, 1 a defect or wrong files, 2 wrong options.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the slow imports
+    from jetspec_jax import outcome
+
+    outcome.start("jetspec_jax.audit")
+
 import dataclasses
 import json
-import pathlib
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -35,15 +38,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jetspec_jax import baseline, speculate
+from jetspec_jax import baseline, command, speculate
 from jetspec_jax.backends.xla import PLAIN_XLA
-from jetspec_jax.command import Parser
 from jetspec_jax.config import MIN_TEMPERATURE, ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
-from jetspec_jax.files import demo, load, pair
+from jetspec_jax.files import pair
 from jetspec_jax.files import prompts as prompt_files
+from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.state import State
+from jetspec_jax.options import Option
 
 TIE = 1e-4  # of the logits' standard deviation, float32
 APART = 8.0  # how much farther from float32 than the plain run rounding may take the speculative one
@@ -66,6 +70,7 @@ class Divergence:
     f32: dict[str, Any] | None = None  # the re-check in float32, where one was made
 
 
+@narrow
 def watched(
     static: decoder.Decoder, params: dict, state: State, where: Int[Array, " B"]
 ) -> tuple[State, Float[Array, "B V"]]:
@@ -87,6 +92,7 @@ def watched(
     return jax.lax.while_loop(lambda carry: ~carry[0].done.all(), body, (state, empty))
 
 
+@narrow
 def audit(
     target,
     head,
@@ -268,69 +274,48 @@ def text(report: dict[str, Any]) -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+LINE = command.Line(
+    __doc__,
+    [
+        command.PROMPTS,
+        command.TARGET,
+        command.HEAD,
+        command.DTYPE,
+        command.BACKEND,
+        *command.TREE.values(),
+        *command.sampling("stop", "include_stop_text", "logprobs"),
+        command.THINKING,
+        dataclasses.replace(command.LIMIT, default=100),
+        dataclasses.replace(command.MAX_PROMPT_TOKENS, default=1024),
+        command.BATCH,
+        Option("f32", "flag", "Confirm 16-bit ties in float32.", True),
+        command.JSON,
+    ],
+)
+
+
+@command.tool("audit", "a smaller --batch, or --no_f32")
+def main(argv: Sequence[str]) -> int:
     """The command of the module's docstring; the exit status."""
-    parser = Parser(__doc__)
-    parser.prog = "audit"
-    parser.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help="JSONL prompt files")
-    parser.add_argument("--target", help="default: the demo target")
-    parser.add_argument("--head", help="default: the demo head")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the file's")
-    parser.positive("--budget", None, "tree nodes a round; default: the device's")
-    parser.positive("--width", None, "as of decode.py")
-    parser.positive("--depth", None, "longest drafted path")
-    parser.add_argument("--tree", choices=["best_first", "accum_logp"], default="best_first")
-    parser.sampling()
-    parser.add_argument("--thinking", choices=["on", "off"], help="default: as the head was trained, else off")
-    parser.positive("--limit", 100, "prompts of each file")
-    parser.positive("--max_prompt_tokens", 1024, "longer prompts are left out")
-    parser.positive("--max_new_tokens", 256, "new tokens a prompt")
-    parser.positive("--batch", 32, "prompts decoded together")
-    parser.add_argument("--no_f32", action="store_true", help="do not confirm 16-bit ties in float32")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse(sys.argv[1:] if argv is None else argv)
-    try:
-        tree = TreeConfig(args.budget, args.width, args.depth, args.tree)
-    except ConfigError as error:
-        parser.error(f"--{error}")
-    sampling = parser.sampling_of(args)
-    if args.head and not args.target:
-        parser.error("--head without --target: name both, or neither for the demo pair")
-    if args.target and not args.head:
-        parser.error("--target without --head: name both, or neither for the demo pair")
-    try:
-        target = load.load_target(args.target or demo.fetch_target(), args.dtype)
-        head = load.load_head(args.head or demo.head_folder(), target)
-        prompts, left = read(target, head, args)
-        report = audit(target, head, prompts, tree, sampling, args.batch, not args.no_f32) | {"left_out": left}
-    except (ConfigError, speculate.DecodeError, OSError) as error:
-        return _fail(error)
-    except jax.errors.JaxRuntimeError as error:
-        return _fail(f"{str(error).splitlines()[0][:200]} (if the device is full: a smaller --batch, or --no_f32)")
+    args = LINE.parse(argv)
+    tree, sampling = command.tree_of(args), command.sampling_of(args)
+    target, head = command.pair_of(args)
+    prompts, left = read(target, head, args)
+    report = audit(target, head, prompts, tree, sampling, args.batch, args.f32) | {"left_out": left}
     print(json.dumps(report) if args.json else text(report))
     if left and not args.json:
-        print(f"{left} prompts left out: longer than --max_prompt_tokens, or behind the first --limit of their file")
+        print(f"{left} prompts left out: longer than --max_prompt_tokens, or after the first --limit of their file")
     return 1 if report["defects"] else 0
 
 
 def read(target, head, args) -> tuple[list[list[int]], int]:
     """Token ids of all files' prompts, in the thinking mode of the head unless another is asked for.
 
-    Also how many prompts are left out, because they are too long or behind the first `--limit` of their file.
+    Also how many prompts are left out, because they are too long or after the first `--limit` of their file.
     """
-    asked = None if args.thinking is None else args.thinking == "on"
-    mode = pair.thinking(target, head, asked)
-    files = [prompt_files.encode(target, pathlib.Path(path), mode) for path in args.prompts]
+    mode = pair.thinking(target, head, args.thinking)
+    files = [prompt_files.encode(target, path, mode) for path in args.prompts]
     ids = [row for rows in files for row in acceptance.short(rows, args.limit, args.max_prompt_tokens)]
     if not ids:
         raise ConfigError(f"--max_prompt_tokens={args.max_prompt_tokens}: no prompt of {args.prompts[0]} is that short")
     return ids, sum(map(len, files)) - len(ids)
-
-
-def _fail(error) -> int:
-    print(f"audit: {error}", file=sys.stderr)
-    return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,6 +12,7 @@ from jetspec_jax import speculate
 from jetspec_jax.engine import requests
 from jetspec_jax.engine.geometry import Geometry, power
 from jetspec_jax.engine.programs import program
+from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.loop import processors
 from jetspec_jax.loop.choice import noise_rows
 from jetspec_jax.loop.decoder import DEFAULT_CHUNK, Decoder, prefill_recorded
@@ -53,6 +54,7 @@ def compare(target, prompt: Sequence[int], plain, result, option: SamplingConfig
     }
 
 
+@narrow
 def first_difference(
     target, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int], option: SamplingConfig
 ) -> Difference | None:
@@ -69,6 +71,7 @@ def first_difference(
     return Difference(at, pick(plain), token, min(margin, float(jnp.finfo(jnp.float32).max)), float(logits.std()))
 
 
+@narrow
 def scores(
     target, prompt: Sequence[int], new: Sequence[int], logits: jax.Array, option: SamplingConfig
 ) -> tuple[jax.Array, jax.Array]:
@@ -97,6 +100,7 @@ def margin_of(raw: jax.Array, noisy: jax.Array, token: int | None) -> float:
     return float(best[0] - best[1])
 
 
+@narrow
 def next_logits(target, rows: Sequence[Sequence[int]]) -> jax.Array:
     """Returns f32 logits [R, V] of the tokens after each of the rows, from one plain prefill."""
     option = SamplingConfig(0, eos=())

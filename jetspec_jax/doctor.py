@@ -12,24 +12,27 @@ Exit status: 0 they belong together, 1 they do not (or files are wrong), 2 wrong
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the slow imports
+    from jetspec_jax import outcome
+
+    outcome.start("jetspec_jax.doctor")
+
 import dataclasses
 import json
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from jetspec_jax import speculate
-from jetspec_jax.command import Parser
+from jetspec_jax import command, speculate
 from jetspec_jax.config import ConfigError, HeadConfig, SamplingConfig, TreeConfig, default_taps
 from jetspec_jax.drafts import families
 from jetspec_jax.evals import probe
 from jetspec_jax.files import checkpoint, load, pair
 from jetspec_jax.files import prompts as prompt_files
 from jetspec_jax.files import text as files_text
+from jetspec_jax.options import Option
 
 BUDGET = 16
 POOR = 1.5  # tokens a round at that budget; heads that fit commit two and more even in open chat
@@ -116,7 +119,7 @@ def measure(
     results = speculate.generate(target, head, prompts, TreeConfig(BUDGET), SamplingConfig(new))
     assert isinstance(results, list)  # a list of prompts gives a list
     rounds = sum(r.rounds for r in results)
-    length = sum(sum(r.accept_lengths) for r in results) / max(rounds, 1)
+    length = sum(sum(r.emitted) for r in results) / max(rounds, 1)
     figures = {"acceptance_length": length, "rounds": rounds, "budget": BUDGET}
     findings = []
     found = probe.texts(target, prompts, [r.token_ids for r in results], head.draft.depth)
@@ -187,13 +190,15 @@ def read(target, mode: bool | None, path: str | None) -> list[list[int]]:
     return [[1 + (i * 37 + j * 11) % (vocab - 1) for j in range(4)] for i in range(8)]
 
 
-def examine(source: str, head_source: str, dtype: str | None, prompts: str | None, new: int) -> dict[str, Any]:
+def examine(
+    source: str, head_source: str, dtype: str | None, prompts: str | None, new: int, backend: str = "auto"
+) -> dict[str, Any]:
     """Everything about a pair: `belong`, `findings`, `figures`.
 
     Raises:
       ConfigError: the target or a file cannot be read.
     """
-    target = load.load_target(source, dtype)
+    target = load.load_target(source, dtype, backend)
     path = load.find(head_source)
     where = path / "config.json"
     findings: list[Finding] = []
@@ -231,28 +236,26 @@ def text(report: dict[str, Any]) -> str:
     return "\n".join([*lines, verdict])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+LINE = command.Line(
+    __doc__,
+    [
+        command.DTYPE,
+        command.BACKEND,
+        Option("prompts", "text", "JSONL prompt file; the first 8 prompts are decoded.", metavar="FILE"),
+        Option("max_new_tokens", "whole", "New tokens a prompt.", 96, low=1),
+        command.JSON,
+    ],
+    [
+        Option("target", "text", "A folder, a .gguf file or a hub id.", required=True),
+        Option("head", "text", "A folder or a hub id.", required=True),
+    ],
+)
+
+
+@command.tool("doctor")
+def main(argv: Sequence[str]) -> int:
     """The command of the module's docstring; the exit status."""
-    parser = Parser(__doc__)
-    parser.prog = "doctor"
-    parser.add_argument("target", help="a folder, a .gguf file or a hub id")
-    parser.add_argument("head", help="a folder or a hub id")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the file's")
-    parser.add_argument("--prompts", metavar="FILE", help="JSONL prompt file; the first 8 prompts are decoded")
-    parser.positive("--max_new_tokens", 96, "new tokens a prompt")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse(sys.argv[1:] if argv is None else argv)
-    try:
-        report = examine(args.target, args.head, args.dtype, args.prompts, args.max_new_tokens)
-    except (ConfigError, speculate.DecodeError, OSError) as error:
-        print(f"doctor: {error}", file=sys.stderr)
-        return 1
-    except jax.errors.JaxRuntimeError as error:
-        print(f"doctor: {str(error).splitlines()[0][:200]}", file=sys.stderr)
-        return 1
+    args = LINE.parse(argv)
+    report = examine(args.target, args.head, args.dtype, args.prompts, args.max_new_tokens, args.backend)
     print(json.dumps(report, default=str) if args.json else text(report))
     return 0 if report["belong"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

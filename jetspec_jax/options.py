@@ -1,7 +1,9 @@
 """What a caller may choose: the candidate tree, and how the next token is chosen and when to stop.
 
-Both classes check themselves when they are made, so that a wrong value is refused with one line that names the option,
-the value and the valid range, before any array is touched.
+Every option is written down once, as a field of `TreeConfig` or `SamplingConfig` with an `Option` beside it: its
+meaning, its range and its default. Flags of the commands (`command.py`), keys of prompt rows, checks and the table in
+docs/options.md are made of these. Both classes check themselves when they are made, so that a wrong value is refused
+with one line that names the option, the value and the valid range, before any array is touched.
 """
 
 from __future__ import annotations
@@ -18,34 +20,121 @@ DTYPES = ("float32", "bfloat16", "float16")  # that weights may have
 MIN_TEMPERATURE = 1e-4  # anything colder is greedy
 MAX_BUDGET = 1024  # a tree's mask and search grow with its square
 SHARPNESS = 0.85  # by measurement on the demo pair (docs/measurements.md), together with sampling.NOISE_SHARE
+MOST = 2**31 - 1  # of every whole number: what an int32 holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One option of a request or of a command.
+
+    name: of the flag, without dashes.
+    kind: "whole", "number", "flag", "text", "choice", "texts" (given again for more), "ids" (1,2,3), "bias"
+        (5:1.5,7:-2).
+    help: a sentence for people.
+    default: what holds where the option is not given.
+    low, high: the ends of the range of a number; above: the lower end itself is not valid.
+    off: which value does nothing, for people.
+    choices: of a "choice".
+    many: several values after one flag.
+    required: there is no default.
+    metavar: what help calls the value.
+    """
+
+    name: str
+    kind: str
+    help: str
+    default: Any = None
+    low: float | None = None
+    high: float | None = None
+    above: bool = False
+    off: str = ""
+    choices: tuple[str, ...] = ()
+    many: bool = False
+    required: bool = False
+    metavar: str = ""
+
+    def check(self, value: Any) -> None:
+        """Raises ConfigError where a value has another type, or lies outside the range."""
+        right, wanted = True, ""
+        if self.kind == "whole":
+            low, high = int(self.low or 0), int(MOST if self.high is None else self.high)
+            right = whole(value) and low <= value <= high
+            wanted = f"a whole number {f'>= {low}' if high == MOST else f'in {low}..{high}'}"
+        elif self.kind == "number":
+            least, most = self.low or 0, math.inf if self.high is None else self.high
+            right = real(value) and least <= value <= most and math.isfinite(value)
+            right = right and not (self.above and value == least)
+            start = f"{'>' if self.above else '>='} {least:g}"
+            range_ = f"in {'(' if self.above else '['}{least:g}, {most:g}]"
+            wanted = f"a finite number {start if most == math.inf else range_}"
+        elif self.kind == "choice":
+            right, wanted = isinstance(value, str) and value in self.choices, f"one of {', '.join(self.choices)}"
+        elif self.kind == "flag":
+            right, wanted = isinstance(value, bool), "true or false"
+        if not right:
+            raise ConfigError(f"{self.name}={shown(value)}: give {wanted}{f' ({self.off})' if self.off else ''}")
+
+
+def _option(kind: str, default: Any, help: str, name: str = "", **rest: Any) -> Any:
+    """A field of a configuration with its `Option`; name: of the flag, where it is another than the field's."""
+    return dataclasses.field(default=default, metadata={"kind": kind, "help": help, "name": name, **rest})
+
+
+def table(config: type) -> dict[str, Option]:
+    """The options of a configuration class, by the names of its fields."""
+    found = {}
+    for field in dataclasses.fields(config):
+        if field.metadata:
+            given = {**field.metadata, "name": field.metadata["name"] or field.name}
+            found[field.name] = Option(default=field.default, **given)
+    return found
+
+
+def _check_table(config) -> None:
+    for name, option in table(type(config)).items():
+        value = getattr(config, name)
+        if value is not None or option.default is not None:
+            option.check(value)
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeConfig:
     """The candidate tree of a round.
 
-    budget: rows that the target verifies, the root included; 1 is plain decoding. None lets the device decide.
-    width: candidates for each depth (`best_first`, default 64) or children of a node (`accum_logp`, default 7).
-    depth: longest drafted path; None is the head's block without the anchor.
-    builder: `best_first` (the `budget` most probable nodes) or `accum_logp` (whole sibling groups, as the published
-        engine builds them).
-    sharpness: of a sampled request's candidates. The noise that will decide the target's choice is known before it is
-        made, so candidates are ranked by `sharpness * (draft logits / temperature + 0.7 * noise)`; 0 ranks them by the
-        draft logits alone. It decides how much of the output a round guesses, and never what the output is.
+    Sampled requests: the noise that will decide the target's choice is known before it is made, so candidates are
+    ranked by `sharpness * (draft logits / temperature + 0.7 * noise)`; 0 ranks them by the draft logits alone. It
+    decides how much of the output a round guesses, and never what the output is.
+
+    Raises:
+      ConfigError: a value is outside its range.
     """
 
-    budget: int | None = None
-    width: int | None = None
-    depth: int | None = None
-    builder: str = "best_first"
-    sharpness: float = SHARPNESS
+    budget: int | None = _option(
+        "whole", None,
+        "Tree nodes verified a round, root included; 1 is plain decoding. Default: 8 on a CPU, else 64.",
+        low=1, high=MAX_BUDGET,
+    )  # fmt: skip
+    width: int | None = _option(
+        "whole", None,
+        "Candidates a depth (best_first, default 64) or children a node (accum_logp, default 7).",
+        low=1, high=MAX_BUDGET,
+    )  # fmt: skip
+    depth: int | None = _option(
+        "whole", None, "Longest drafted path. Default: the head's block without its anchor.", low=1, high=MAX_BUDGET
+    )
+    builder: str = _option(
+        "choice", "best_first",
+        "best_first: the most probable nodes; accum_logp: whole sibling groups, as the published engine builds them.",
+        name="tree", choices=TREE_BUILDERS,
+    )  # fmt: skip
+    sharpness: float = _option(
+        "number", SHARPNESS,
+        "How far sampled drafts trust the known noise. Changes the speed and never the output.",
+        high=100.0, off="0 leaves the noise out",
+    )  # fmt: skip
 
     def __post_init__(self):
-        if self.builder not in TREE_BUILDERS:
-            raise ConfigError(f"tree={shown(self.builder)}: choose one of {', '.join(TREE_BUILDERS)}")
-        for name in ("budget", "width", "depth"):
-            _check_budget(name, getattr(self, name))
-        _check_real(self, "sharpness", 0, 100, "(0 ranks without the noise)")
+        _check_table(self)
 
     @property
     def candidates(self) -> int:
@@ -58,85 +147,75 @@ class SamplingConfig:
     """How the next token is chosen and when to stop; one rule for plain and speculative decoding.
 
     The options act in this order, which is that of transformers: logit_bias, repetition_penalty, presence_penalty and
-    frequency_penalty, bad_words, min_new_tokens, temperature, top_k, top_p, min_p.
+    frequency_penalty, bad_words, min_new_tokens, temperature, top_k, top_p, min_p. What each means stands beside it.
+    In Python `logit_bias` is a mapping or pairs, and `bad_words` may also hold sequences of token ids; the same letters
+    made of other tokens are not noticed. `eos` None takes the target's own end tokens. `budget` is for requests that
+    differ from their batch mates.
 
-    max_new_tokens: most tokens to generate.
-    temperature: 0 (and anything under 1e-4) is greedy.
-    seed: with a position it fixes the noise of that position, so the output does not depend on batch or budget.
-    eos: end-token ids; None takes the target's own.
-    top_k: keep the k largest logits, and all that equal the k-th; 0 keeps all.
-    top_p: keep the fewest tokens, largest first, that together have this probability, and all that equal the last of
-        them; 1 keeps all.
-    min_p: keep tokens of at least this share of the largest probability; 0 keeps all.
-    repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; 1 is off.
-    presence_penalty: taken from the logits of tokens in the output, once.
-    frequency_penalty: the same, once for each time.
-    logit_bias: {token id: number added to its logit}.
-    bad_words: sequences of token ids that the output will not contain, or texts: they stand for their tokens at the
-        start of a line and behind a space. The same letters made of other tokens are not noticed.
-    min_new_tokens: no end token, stop token or stop string before this many tokens.
-    stop: texts that end the output.
-    stop_token_ids: end tokens beside `eos`.
-    ignore_eos: only stop_token_ids, stop and max_new_tokens end the output.
-    include_stop_text: whether the text keeps the stop string or the text of the end token; ids always keep it.
-    logprobs: report the log-probability of each new token under the target's own distribution (temperature 1, before
-        any other option).
-    budget: tree nodes of this request's rounds where they differ from its batch mates'; None takes the tree's.
+    Raises:
+      ConfigError: a value is outside its range, or contradicts another.
     """
 
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    seed: int = 0
+    max_new_tokens: int = _option("whole", 256, "Most tokens to generate.")
+    temperature: float = _option("number", 0.0, "Divides the logits before a token is drawn.", high=1e30,
+                                 off="0 is greedy")  # fmt: skip
+    seed: int = _option(
+        "whole", 0, "Seed of sampling; in f32 a seed gives the same tokens with any method and budget.", high=2**32 - 1
+    )
     eos: Sequence[int] | None = None
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]] = ()  # kept as sorted pairs
-    bad_words: Sequence[str | Sequence[int]] = ()
-    min_new_tokens: int = 0
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    include_stop_text: bool = False
-    logprobs: bool = False
-    budget: int | None = None
+    top_k: int = _option("whole", 0, "Sample among the k largest logits, and what equals the k-th.", off="0 keeps all")
+    top_p: float = _option(
+        "number", 1.0, "Sample among the fewest tokens that have this probability together.",
+        high=1.0, above=True, off="1 keeps all",
+    )  # fmt: skip
+    min_p: float = _option(
+        "number", 0.0, "Sample among tokens of at least this share of the largest probability.",
+        high=1.0, off="0 keeps all",
+    )  # fmt: skip
+    repetition_penalty: float = _option(
+        "number", 1.0, "Divides positive and multiplies negative logits of tokens in prompt or output.",
+        high=1e6, above=True, off="1 is off",
+    )  # fmt: skip
+    presence_penalty: float = _option(
+        "number", 0.0, "Taken from the logits of tokens in the output, once.", low=-1e6, high=1e6, off="0 is off"
+    )
+    frequency_penalty: float = _option(
+        "number", 0.0, "Taken from the logits of tokens in the output, once for each time.",
+        low=-1e6, high=1e6, off="0 is off",
+    )  # fmt: skip
+    logit_bias: Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]] = _option(
+        "bias", (), "Added to the logits of some tokens: TOKEN_ID:NUMBER,... e.g. 5:1.5,7:-100."
+    )  # kept as sorted pairs
+    bad_words: Sequence[str | Sequence[int]] = _option(
+        "texts", (), "A text whose tokens the output will not contain in a row, alone or after a space; repeatable."
+    )
+    min_new_tokens: int = _option("whole", 0, "No end token, stop token or stop string before this many tokens.")
+    stop: str | Sequence[str] = _option("texts", (), "A text that ends the output; repeatable.")
+    stop_token_ids: Sequence[int] = _option("ids", (), "Token ids that end the output, beside the target's own: 1,2,3.")
+    ignore_eos: bool = _option("flag", False, "Go on after the target's own end tokens.")
+    include_stop_text: bool = _option("flag", False, "Keep the text of the stop string or stop token in the text.")
+    logprobs: bool = _option(
+        "flag", False,
+        "With --json: log-probability of each new token under the target's own distribution (temperature 1, before any "
+        "other option).",
+    )  # fmt: skip
+    budget: int | None = _option(
+        "whole", None, "Tree nodes of this request's rounds. Default: the command's.", low=1, high=MAX_BUDGET
+    )
 
     def __post_init__(self):
-        for name in ("max_new_tokens", "min_new_tokens", "top_k"):
-            value = getattr(self, name)
-            if not whole(value) or not 0 <= value < 2**31:
-                off = " (0 keeps all)" if name == "top_k" else ""
-                raise ConfigError(f"{name}={shown(value)}: give a whole number >= 0{off}")
+        _check_table(self)
         if self.min_new_tokens > self.max_new_tokens:
             raise ConfigError(
                 f"min_new_tokens={self.min_new_tokens} contradicts max_new_tokens={self.max_new_tokens}; "
                 "give at most as many"
             )
-        if not real(self.temperature) or not 0 <= self.temperature <= 1e30:
-            raise ConfigError(f"temperature={shown(self.temperature)}: give a finite number >= 0 (0 is greedy)")
-        if not whole(self.seed) or not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed={shown(self.seed)}: give a whole number in 0..{2**32 - 1}")
-        if not real(self.top_p) or not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={shown(self.top_p)}: give a number in (0, 1] (1 keeps all)")
-        _check_real(self, "min_p", 0, 1, "(0 keeps all)")
-        if not real(self.repetition_penalty) or not 0 < self.repetition_penalty <= 1e6:
-            value = shown(self.repetition_penalty)
-            raise ConfigError(f"repetition_penalty={value}: give a number in (0, 1e6] (1 is off)")
-        _check_real(self, "presence_penalty", -1e6, 1e6, "(0 is off)")
-        _check_real(self, "frequency_penalty", -1e6, 1e6, "(0 is off)")
-        for name in ("ignore_eos", "include_stop_text", "logprobs"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={shown(getattr(self, name))}: give true or false")
         if self.eos is not None and not _ids(self.eos):
             raise ConfigError(f"eos={shown(self.eos)}: give a tuple of token ids, or None for the target's own")
         if self.ignore_eos and self.eos:
-            raise ConfigError(f"ignore_eos contradicts eos={self.eos}; leave one of them out")
+            raise ConfigError(f"ignore_eos contradicts eos={shown(self.eos)}; leave one of them out")
         if not _ids(self.stop_token_ids):
             raise ConfigError(f"stop_token_ids={shown(self.stop_token_ids)}: give a list of token ids")
-        _check_budget("budget", self.budget)
         put = lambda name, value: object.__setattr__(self, name, value)  # frozen, and hashable from here on
         put("eos", None if self.eos is None else tuple(self.eos))
         put("stop", self._stop())
@@ -168,8 +247,7 @@ class SamplingConfig:
         if isinstance(given, tuple | list) and all((isinstance(w, str) or _ids(w)) and w for w in given):
             _check_text("bad_words", given)
             return tuple(w if isinstance(w, str) else tuple(w) for w in given)
-        need = "give a list of texts or of sequences of token ids, none of them empty"
-        raise ConfigError(f"bad_words={shown(given)}: {need}")
+        raise ConfigError(f"bad_words={shown(given)}: give a list of texts or of sequences of token ids, none empty")
 
 
 def _ids(value: Any) -> bool:
@@ -179,16 +257,4 @@ def _ids(value: Any) -> bool:
 def _check_text(name: str, values: Iterable[Any]) -> None:
     for text in values:
         if isinstance(text, str) and any("\ud800" <= c <= "\udfff" for c in text):
-            why = "not Unicode text (half a surrogate pair, or bytes that are not UTF-8)"
-            raise ConfigError(f"{name}={shown(text)}: {why}")
-
-
-def _check_real(config, name: str, low: float, high: float, hint: str) -> None:
-    value = getattr(config, name)
-    if not real(value) or not low <= value <= high:
-        raise ConfigError(f"{name}={shown(value)}: give a number in {low:g}..{high:g} {hint}")
-
-
-def _check_budget(name: str, value: Any) -> None:
-    if value is not None and not (whole(value) and 1 <= value <= MAX_BUDGET):
-        raise ConfigError(f"{name}={shown(value)}: give a whole number in 1..{MAX_BUDGET}")
+            raise ConfigError(f"{name}={shown(text)}: not Unicode text (half a surrogate pair, or bytes not in UTF-8)")

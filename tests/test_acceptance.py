@@ -28,7 +28,8 @@ def test_rounds_are_pooled_over_prompts(pair):
     alone = speculate.generate(target, head, PROMPTS, tree, sampling)
     rounds = sum(r.rounds for r in alone)
     assert got["rounds"] == rounds
-    assert got["acceptance_length"] == pytest.approx(sum(sum(r.accept_lengths) for r in alone) / rounds)
+    assert got["acceptance_length"] == pytest.approx(sum(sum(r.emitted) for r in alone) / rounds)
+    assert got["verified_per_round"] == pytest.approx(sum(sum(r.accept_lengths) for r in alone) / rounds)
     assert got["token_ids"] == [r.token_ids for r in alone]  # in the order given, though decoded by length
     low, high = got["interval_95"]
     assert 1 <= low <= got["acceptance_length"] <= high <= 8
@@ -46,14 +47,15 @@ def test_every_figure_of_known_rounds():
         acceptance_length=sum(lengths) / len(lengths),
     )
     one = acceptance.pooled([result([1, 3, 6])])
-    assert one["emitted_per_round"] == one["acceptance_length"] == pytest.approx(10 / 3)
+    assert one["verified_per_round"] == one["acceptance_length"] == pytest.approx(10 / 3)
     assert one["accepted_per_round"] == pytest.approx(7 / 3)
     assert one["reached"] == pytest.approx([2 / 3, 2 / 3, 1 / 3, 1 / 3, 1 / 3])
     assert one["conditional"] == pytest.approx([2 / 3, 1, 1 / 2, 1, 1])
     both = acceptance.pooled([result([1, 3, 6]), result([2])])
     assert both["acceptance_length"] == 12 / 4 and both["acceptance_lengths"] == pytest.approx([10 / 3, 2])
     cut = dataclasses.replace(result([1, 3, 6]), emitted=[1, 3, 2])
-    assert acceptance.pooled([cut])["emitted_per_round"] == 2
+    cut = acceptance.pooled([cut])
+    assert (cut["acceptance_length"], cut["verified_per_round"]) == (2, pytest.approx(10 / 3))
     none = acceptance.pooled([dataclasses.replace(base, rounds=0, accept_lengths=[], emitted=[])])
     assert none["acceptance_length"] == 0 and none["conditional"] == [None]
 

@@ -12,6 +12,7 @@ import tiny
 
 from jetspec_jax import audit
 from jetspec_jax.config import SamplingConfig, TreeConfig
+from jetspec_jax.files import load
 
 PAIR = pathlib.Path(__file__).parent / "fixtures" / "peer_parity" / "dense_trained"
 PROMPTS = [[1, 2, 3], [9], [4, 4, 8, 30, 2], [7, 1], [20, 21]]
@@ -163,6 +164,19 @@ def test_an_output_that_ends_early_and_a_run_that_does_not_repeat():
         assert d.verdict == "tie" or "repeat" in d.reason
 
 
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+@pytest.mark.parametrize("share, verdict", [(0.8e-4, "tie"), (1.25e-4, "defect"), (0.5e-3, "defect")])
+def test_a_tie_in_float32_is_a_gap_below_a_ten_thousandth_of_the_std(share, verdict, scale):
+    """By hand: of (1, 1 - gap, -1, -1) the standard deviation is 1 within the gap."""
+    gap = share * scale
+    plain, fast = (np.array(x, np.float64) * 1.0 for x in ([scale, scale - gap, -scale, -scale],) * 2)
+    fast[1] += 2 * gap  # the other token wins there
+    d = audit.Divergence(0, 3, 0, 1)
+    audit._judge(d, plain, fast, (tiny.target("dense"), [1, 2], [3]), SAMPLING, True)
+    assert d.std == pytest.approx(scale, rel=1e-3) and d.gap == pytest.approx(gap, rel=0.05)
+    assert d.verdict == verdict
+
+
 class TestCommand:
     def args(self, tmp_path, *more, lines=('{"prompt_ids": [11, 12, 17]}', '{"prompt_ids": [5]}')):
         file = tmp_path / "p.jsonl"
@@ -204,10 +218,9 @@ class TestCommand:
         ],
     )  # fmt: skip
     def test_wrong_options(self, tmp_path, capsys, more, words):
-        with pytest.raises(SystemExit) as stop:
-            audit.main(self.args(tmp_path, *more))
+        status = audit.main(self.args(tmp_path, *more))
         out, err = capsys.readouterr()
-        assert stop.value.code == 2 and out == "" and err.count("\n") == 1 and all(word in err for word in words)
+        assert status == 2 and out == "" and err.count("\n") == 1 and all(word in err for word in words)
 
     @pytest.mark.parametrize(
         "lines, words",
@@ -231,17 +244,16 @@ class TestCommand:
         for args in (self.args(tmp_path, "--prompts", "none.jsonl"), self.args(tmp_path, "--thinking", "on")):
             assert audit.main(args) == 1
             assert capsys.readouterr().err.count("\n") == 1
-        with pytest.raises(SystemExit):
-            audit.main(self.args(tmp_path)[:2] + self.args(tmp_path)[4:])
+        assert audit.main(self.args(tmp_path)[:2] + self.args(tmp_path)[4:]) == 2
         assert "--target without --head" in capsys.readouterr().err
 
     def test_broken_logits(self, tmp_path, capsys, monkeypatch):
-        whole = audit.load.load_target
+        whole = load.load_target
 
         def broken(*args):
             target = whole(*args)
             return dataclasses.replace(target, params=target.params | {"norm": target.params["norm"] * jnp.nan})
 
-        monkeypatch.setattr(audit.load, "load_target", broken)
+        monkeypatch.setattr(load, "load_target", broken)
         assert audit.main(self.args(tmp_path)) == 1
         assert "not finite" in capsys.readouterr().err

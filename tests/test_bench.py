@@ -1,11 +1,12 @@
 """Every bench runs at its smallest size and ends with its JSON line. What it times on a CPU means nothing."""
 
+import importlib
 import json
 import math
 import pathlib
-import runpy
 import sys
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -26,15 +27,10 @@ pytestmark = pytest.mark.slow
 
 
 def run(name: str, command: str, monkeypatch):
-    """Exit status (a line where it is refused) of bench/`name`.py, run in this process."""
-    monkeypatch.setattr(sys, "argv", [str(BENCH / f"{name}.py"), *command.split()])
-    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
+    """Exit status of bench/`name`.py, run in this process."""
+    monkeypatch.syspath_prepend(str(BENCH))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of start_up's children
-    try:
-        runpy.run_path(str(BENCH / f"{name}.py"), run_name="__main__")
-    except SystemExit as end:
-        return end.code or 0
-    return 0
+    return importlib.import_module(name).main(command.split())
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -94,13 +90,15 @@ def test_a_wrong_kernel_is_the_exit_status(name, monkeypatch, capsys):
         return (out[0] + 1, *out[1:]) if name == "tree_build" else jnp.roll(out, 1, axis=-1)
 
     monkeypatch.setattr(module, function, wrong)
+    jax.clear_caches()  # of the right kernel's programs
     command = COMMANDS[name].replace("qkv gate_up", "out").replace("xla pallas", "pallas")
     assert run(name, command, monkeypatch) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
 
 
-def test_a_folder_without_a_trace_is_one_line(monkeypatch, tmp_path):
-    assert "0 traces" in run("kernels", str(tmp_path), monkeypatch)
+def test_a_folder_without_a_trace_is_one_line(monkeypatch, tmp_path, capsys):
+    assert run("kernels", str(tmp_path), monkeypatch) == 1
+    assert "0 traces" in capsys.readouterr().err
 
 
 def test_the_demo_pair_is_the_shipped_one(monkeypatch):

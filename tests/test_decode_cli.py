@@ -1,17 +1,19 @@
 """`decode.py` as users call it: parity with the published engine, output formats, and one line for every mistake."""
 
+import dataclasses
 import io
 import json
 import pathlib
 import shutil
+import xml.etree.ElementTree
 
 import numpy as np
 import pytest
 import test_tokenizer
-from absl.testing import flagsaver
 
 import decode
-from jetspec_jax import speculate
+from jetspec_jax.evals import draw, trace
+from jetspec_jax.files import load, prompts
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures" / "peer_parity"
 PAIR = FIXTURES / "dense_causal"
@@ -24,11 +26,7 @@ def no_files_written(monkeypatch, tmp_path):
 
 def run(capsys, *args) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of one call."""
-    with flagsaver.flagsaver():
-        try:
-            status = decode.main(["decode.py", *map(str, args)])
-        except SystemExit as stop:
-            status = stop.code
+    status = decode.main(list(map(str, args)))
     out, err = capsys.readouterr()
     return status, out, err
 
@@ -140,7 +138,7 @@ def test_stop_strings_and_streams(capsys, speaking):
 
 
 def test_rows_of_a_file_have_options_of_their_own(capsys, speaking, tmp_path, monkeypatch):
-    monkeypatch.setattr(speculate, "prompt_ids", lambda target, prompt, chat=None, thinking=None: [11, 12, 17])
+    monkeypatch.setattr(prompts, "prompt_ids", lambda target, prompt, chat=None, thinking=None: [11, 12, 17])
     use = {"top_p": 0.9, "logit_bias": {"5": 100.0}, "bad_words": [[40], [41, 42]]}  # two programs for three rows
     given = [
         {"max_new_tokens": 9},
@@ -243,7 +241,7 @@ FLAG_MISTAKES = [
     (["--prompt_ids", "1", "--nochat"], "--nochat with"),
     (["--prompt_file", "f", "--trace", "t"], "--trace"),
     (["a prompt"], "--prompt"),
-    (["--prompt", "x", "--notarget"], "no such flag"),
+    (["--prompt", "x", "--notarget"], "no such option"),
     (["--prompt", "x", "--budget", "100000"], "1..1024"),
     (["--prompt_ids", "1,x"], "--prompt_ids='1,x'"),
     (["--prompt_ids", ""], "--prompt_ids=''"),
@@ -338,10 +336,139 @@ def test_help_lists_the_flags(capsys):
 
 def test_no_prompt_is_decoded_before_all_are_checked(capsys, tmp_path, monkeypatch):
     """The second line asks for more than the target's context; nothing of the first appears."""
-    monkeypatch.setattr(speculate, "prompt_ids", lambda *_: [5])
+    monkeypatch.setattr(prompts, "prompt_ids", lambda *_: [5])
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt": "b", "max_new_tokens": 100000}\n')
     args = ("--target", PAIR / "target", "--method=autoregressive", "--prompt_file", file, "--json")
     status, out, err = run(capsys, *args, "--max_new_tokens=2")
     assert (status, out) == (1, "")
     assert "p.jsonl:2: max_new_tokens=100000" in err
+
+
+def rows(tmp_path, *given):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in given))
+    return "--prompt_file", file
+
+
+def test_batches_give_every_row_what_it_has_alone_in_the_order_of_the_file(capsys, tmp_path):
+    given = [
+        {"id": "a", "prompt_ids": [11, 12, 17], "logprobs": True},
+        {"id": "b", "prompt_ids": [5], "max_new_tokens": 3, "budget": 4},
+        {"id": "c", "prompt_ids": [3, 9, 40, 2, 8], "temperature": 1.0, "seed": 7, "top_p": 0.9},
+        {"id": "d", "prompt_ids": [30, 31], "stop_token_ids": [50, 51, 52], "repetition_penalty": 1.2},
+        {"id": "e", "prompt_ids": [1] * 20, "max_new_tokens": 0},
+    ]
+    common = (
+        *pair(),
+        *rows(tmp_path, *given),
+        "--json",
+        "--max_new_tokens=12",
+        "--budget=8",
+        "--ignore_eos",
+        "--compare",
+    )
+    alone, together = (
+        [json.loads(line) for line in run(capsys, *common, "--compare", f"--batch={n}")[1].splitlines()] for n in (1, 2)
+    )
+    assert [row["id"] for row in together] == list("abcde") and together[0]["settings"]["batch"] == 2
+    for key in ("token_ids", "accept_lengths", "tree_sizes", "emitted", "finish_reason", "prompt_ids", "rounds"):
+        assert [row[key] for row in together] == [row[key] for row in alone]
+    assert together[0]["logprobs"] == pytest.approx(alone[0]["logprobs"], abs=1e-4) and together[1]["logprobs"] is None
+    assert all(row["compare"]["equal"] for row in together)
+
+
+def test_the_method_is_the_heads_family_unless_a_tree_is_asked_for(capsys, tmp_path):
+    folder = FIXTURES / "dense_bidirectional"
+    common = (*pair(folder), "--max_new_tokens=9", "--json", "--ignore_eos")
+    chain, tree = (json.loads(run(capsys, *common, *ids([11, 12]), *more)[1]) for more in ([], ["--budget=12"]))
+    assert chain["method"] == "dflash" and set(chain["tree_sizes"]) == {8} and chain["settings"]["width"] == 1
+    assert tree["method"] == "jetspec" and set(tree["tree_sizes"]) == {12}
+    got = json.loads(run(capsys, *common, *rows(tmp_path, {"prompt_ids": [11, 12], "budget": 12}))[1])
+    assert got["method"] == "jetspec" and got["token_ids"] == tree["token_ids"] == chain["token_ids"]
+    assert json.loads(run(capsys, *pair(), *ids([11]), "--max_new_tokens=1", "--json")[1])["method"] == "jetspec"
+
+
+def test_ddtree_is_the_tree_that_no_width_cuts(capsys, tmp_path):
+    folder = FIXTURES / "dense_bidirectional"
+    trace = tmp_path / "t.npz"
+    common = (*pair(folder), *ids([11, 12]), "--max_new_tokens=9", "--json", "--budget=12", "--ignore_eos")
+    got = json.loads(run(capsys, *common, "--method=ddtree", "--trace", trace)[1])
+    assert got["method"] == "ddtree" and got["settings"]["width"] == got["settings"]["rows"] - 1
+    tokens, parents, depths = (np.load(trace)[f"round0_tree_{name}"] for name in ("tokens", "parents", "depths"))
+    logits = np.load(trace)["round0_draft_logits"].astype(np.float64)
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    score = np.zeros(12)
+    for i in range(1, 12):
+        score[i] = score[parents[i]] + logp[depths[i] - 1, tokens[i]]
+    for i in np.flatnonzero(depths < len(logp)):  # no child that was left out is more probable than one that was taken
+        others = np.delete(logp[depths[i]], tokens[parents == i])
+        assert score[i] + others.max() <= score.min() + 1e-5
+    assert run(capsys, *pair(), *ids([5]), "--method=ddtree")[0] == 1
+
+
+def test_a_round_is_drawn_as_text_and_as_a_picture(capsys, tmp_path):
+    trained, picture = FIXTURES / "dense_trained", tmp_path / "t.svg"
+    prompt = json.loads((trained / "expected.json").read_text())["cases"][0]["prompt"]
+    common = (*pair(trained), *ids(prompt), "--max_new_tokens=24", "--budget=16", "--json")
+    status, out, err = run(capsys, *common, "--show_tree", "--tree_svg", picture, "--tree_round=2")
+    got, plain = json.loads(out), json.loads(run(capsys, *common)[1])
+    drawn = [line for line in err.splitlines() if line.startswith(("●", "├", "└", "│", " "))]
+    assert status == 0 and got["token_ids"] == plain["token_ids"] and len(drawn) == got["tree_sizes"][1] + 1
+    assert sum("●" in line for line in drawn) == got["accept_lengths"][1] and sum("+ <" in line for line in drawn) == 1
+    first = 1 + got["emitted"][0]
+    kept = [line.split("<")[1].split(">")[0] for line in drawn if "●" in line or "+ <" in line]
+    assert list(map(int, kept)) == got["token_ids"][first - 1 : first + got["emitted"][1]]
+    assert all(0 <= float(p) <= 1 for line in drawn[1:] for p in line.split("  ")[-1].split(" / ") if p != "-")
+    root = xml.etree.ElementTree.parse(picture).getroot()
+    kinds = [node.tag.split("}")[1] for node in root]
+    assert kinds.count("circle") == got["tree_sizes"][1] + 1 and kinds.count("path") == got["tree_sizes"][1]
+    status, out, err = run(capsys, *common, "--show_tree", "--tree_round=99")
+    assert status == 1 and "tree_round=99" in err and out == ""
+
+
+def test_a_chain_of_a_thousand_is_drawn():
+    deep = 1500
+    done = trace.Recorded(
+        np.arange(deep) % 3, np.arange(-1, deep - 1), np.arange(deep), np.arange(deep), 2, None, np.zeros((deep, 3))
+    )
+    assert len(draw.lines(done, 1, str)) == deep + 2 and draw.svg(done, 1, str).count("<circle") == deep + 1
+
+
+def test_a_refused_command_leaves_nothing(capsys, tmp_path):
+    names = [tmp_path / name for name in ("t.npz", "t.svg", "profile")]
+    common = ("--trace", names[0], "--tree_svg", names[1], "--profile", names[2])
+    assert run(capsys, *pair(), *ids([64]), *common)[0] == 1 and not any(name.exists() for name in names)
+    names[0].write_bytes(b"mine")
+    assert run(capsys, *pair(), *ids([64]), *common)[0] == 1 and names[0].read_bytes() == b"mine"
+    status, _, err = run(capsys, *pair(), *ids([5]), "--profile", names[0] / "x")
+    assert status == 1 and "no folder can be made there" in err
+
+
+def test_damaged_weights_and_tokens_outside_the_model_name_no_flag_that_nobody_gave(capsys, monkeypatch):
+    loaded = load.load_target
+
+    def damaged(*args):
+        found = loaded(*args)
+        return dataclasses.replace(found, params=found.params | {"norm": found.params["norm"] * np.nan})
+
+    monkeypatch.setattr(load, "load_target", damaged)
+    status, _, err = run(capsys, *pair(), *ids([5]), "--json", "--budget=16")
+    assert status == 1 and "not finite in float32" in err and "damaged" in err and "--" not in err.splitlines()[-1]
+    monkeypatch.setattr(load, "load_target", loaded)
+    monkeypatch.setattr(prompts, "prompt_ids", lambda *_: [5, 70])
+    status, _, err = run(capsys, *pair(), "--prompt", "x")
+    assert status == 1 and "prompt: 70 is not a token; ids are 0..63" in err and "prompt_ids" not in err
+
+
+def test_long_numbers_and_a_device_that_is_not_there(capsys, monkeypatch):
+    status, _, err = run(capsys, "--prompt_ids", "9" * 5000)
+    assert status == 2 and len(err) < 200 and "whole numbers" in err
+
+    def nothing():
+        raise RuntimeError("Unable to initialize backend 'cuda'\nmore")
+
+    monkeypatch.setattr("jax.devices", nothing)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    status, _, err = run(capsys, *pair(), *ids([5]))
+    assert status == 1 and "JAX_PLATFORMS=cuda: Unable to initialize" in err and err.count("\n") == 2

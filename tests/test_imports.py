@@ -20,9 +20,9 @@ FLOORS = [
     {"drafts"},
     {"files"},
     {"engine"},
-    {"speculate", "baseline", "command", "serve"},
-    {"evals", "audit", "doctor"},
-    {"training"},
+    {"speculate", "baseline", "outcome", "command", "serve"},
+    {"evals", "audit", "doctor", "decode"},
+    {"training", "train"},
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
 # config.py is below the layers that it describes, but for the one that is a description itself.

@@ -1,6 +1,5 @@
 """Answers of the target: each once, counted, trimmed, and prompts of its own."""
 
-import contextlib
 import json
 from collections import Counter
 
@@ -133,15 +132,14 @@ def test_own_prompts_are_asked_beside_the_first_rows(loaded, tmp_path, monkeypat
 @pytest.mark.parametrize(
     "option,message",
     [
-        ("--samples=-1", "--samples=-1: give a number >= 0"),
-        ("--limit=-2", "--limit=-2: give a number >= 0"),
-        ("--temperature=nan", "--temperature=nan: give a number > 0 and <= 10"),
-        ("--sampels=1", "--sampels=1: no such option; did you mean --samples?"),
+        ("--samples=-1", "--samples=-1: give a whole number >= 0"),
+        ("--limit=-2", "--limit=-2: give a whole number >= 0 (0 is all)"),
+        ("--temperature=nan", "--temperature=nan: give a finite number in (0, 10]"),
+        ("--sampels=1", "--sampels: no such option; did you mean --samples?"),
     ],
 )
 def test_wrong_numbers_of_the_answers_command(option, message, tmp_path, capsys):
-    with pytest.raises(SystemExit) if "no such" in message else contextlib.nullcontext():
-        assert regenerate.main(["--prompts=p.jsonl", f"--out={tmp_path}", option]) == 1
+    assert regenerate.main(["--prompts=p.jsonl", f"--out={tmp_path}", option]) == 2
     assert message in capsys.readouterr().err
 
 

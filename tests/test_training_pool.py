@@ -67,12 +67,12 @@ def test_the_pool_is_written_whole_and_mistakes_are_noticed_first(tmp_path, monk
     for more, message in [
         ([f"--out={tmp_path / 'nodir' / 'x.jsonl'}"], f"there is no folder {tmp_path / 'nodir'}; make it first"),
         ([f"--out={tmp_path}"], "a folder; give the name of a file"),
-        (["--code=-5"], "--code=-5: give a number >= 0"),
-        (["--chat=-1"], "--chat=-1: give a number >= 0"),
-        (["--per_package=0"], "--per_package=0: give a number >= 1"),
+        (["--code=-5"], "--code=-5: give a whole number >= 0"),
+        (["--chat=-1"], "--chat=-1: give a whole number >= 0"),
+        (["--per_package=0"], "--per_package=0: give a whole number >= 1"),
         ([f"--data={tmp_path / 'nowhere'}"], "no such file; give the folder that holds the prompt sets"),
     ]:
-        assert pool.main([*base, *more]) == 1
+        assert pool.main([*base, *more]) == (2 if ": give a whole" in message else 1)
         err = capsys.readouterr().err
         assert err.startswith("pool: ") and message in err and err.count("\n") == 1
     assert pool.main([*base, "--code=0"]) == 0 and not collected

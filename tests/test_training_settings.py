@@ -101,7 +101,7 @@ def test_command_line(tmp_path):
         ("--config.causal=maybe", "true or false"),
         ("--wordkir=x", "did you mean --workdir"),
         ("--config.steps", "a value is missing"),
-        ("steps=3", "not an option"),
+        ("steps=3", "unexpected argument"),
     ]:
         with pytest.raises(ConfigError, match=message):
             options.parse([*base, wrong])
@@ -145,7 +145,7 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path):
     for more, message in [
         ([], "--config.data is missing"),
         (["--config.data=nowhere"], "--config.data=nowhere: no such file or folder"),
-        (["--config.dtaa=x"], "--config.dtaa: no such key; did you mean --config.data?"),
+        (["--config.dtaa=x"], "--config.dtaa: no such option; did you mean --config.data?"),
     ]:
         got = cli(*base, *more)
         assert got.returncode == 2 and got.stdout == ""

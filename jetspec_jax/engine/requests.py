@@ -83,7 +83,7 @@ def check(target, ids: Sequence[int], option: SamplingConfig) -> None:
     for name, tokens in named.items():
         bad = [i for i in tokens if not 0 <= i < vocab]
         if bad:
-            raise ConfigError(f"{name}: {bad[0]} is not a token; ids are 0..{vocab - 1}")
+            raise ConfigError(f"{name}: {shown(bad[0])} is not a token; ids are 0..{vocab - 1}")
 
 
 def arrays(

@@ -10,20 +10,26 @@ and how often a round reached each drafted position.
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":  # before the slow imports
+    from jetspec_jax import outcome
+
+    outcome.start("jetspec_jax.evals.acceptance")
+
+import dataclasses
 import itertools
 import json
 import pathlib
-import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from jetspec_jax import baseline, speculate
-from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
-from jetspec_jax.files import demo, load, pair
+from jetspec_jax import baseline, command, speculate
+from jetspec_jax.config import SamplingConfig, TreeConfig
+from jetspec_jax.files import pair
 from jetspec_jax.files import prompts as prompt_files
+from jetspec_jax.options import ConfigError, Option
 
 
 def measure(target, head, prompts: list[list[int]], tree: TreeConfig, sampling: SamplingConfig, batch: int) -> dict:
@@ -47,26 +53,27 @@ def measure(target, head, prompts: list[list[int]], tree: TreeConfig, sampling: 
 def pooled(results: Sequence[speculate.Result]) -> dict:
     """What the rounds of all results say together, and each result's own length.
 
-    acceptance_length: tokens that a round verified, its bonus token included, over all rounds of all prompts.
-    emitted_per_round: tokens of a round that reached the output, which ends and limits cut.
+    acceptance_length: tokens that a round gave out, its bonus token included, over all rounds of all prompts; ends and
+        limits cut them. interval_95 is its own.
+    verified_per_round: the same before that cut, as the rounds verified them.
     accepted_per_round: drafted tokens that a round verified, without the bonus.
     reached: share of rounds that accepted at least 1, 2, ... drafted tokens; conditional: of those rounds that accepted
         the one before (None where no round did).
     """
     rounds = np.array([r.rounds for r in results])
-    accepted = np.array([sum(r.accept_lengths) for r in results])
+    emitted = np.array([sum(r.emitted) for r in results])
     drafted = np.array([n - 1 for r in results for n in r.accept_lengths])
     count = [int((drafted >= k).sum()) for k in range(max(drafted.max(initial=0), 1) + 1)]
     total = max(int(rounds.sum()), 1)
     draws = np.random.default_rng(0).integers(0, len(results), (2000, len(results)))
-    spread = accepted[draws].sum(1) / np.maximum(rounds[draws].sum(1), 1)
+    spread = emitted[draws].sum(1) / np.maximum(rounds[draws].sum(1), 1)
     return {
         "prompts": len(results),
         "rounds": int(rounds.sum()),
         "new_tokens": sum(r.new_tokens for r in results),
-        "acceptance_length": float(accepted.sum() / total),
+        "acceptance_length": float(emitted.sum() / total),
         "interval_95": [float(x) for x in np.percentile(spread, (2.5, 97.5))],
-        "emitted_per_round": sum(sum(r.emitted) for r in results) / total,
+        "verified_per_round": sum(sum(r.accept_lengths) for r in results) / total,
         "accepted_per_round": float(drafted.sum() / total),
         "reached": [n / total for n in count[1:]],
         "conditional": [n / before if before else None for before, n in itertools.pairwise(count)],
@@ -94,8 +101,15 @@ def differing(target, prompts, outputs, sampling: SamplingConfig, batch: int) ->
 
 
 def read(target, path: str, limit: int, max_prompt_tokens: int, thinking: bool | None = None) -> list[list[int]]:
-    """Token ids of the first `limit` prompts that are short enough."""
-    return short(prompt_files.encode(target, pathlib.Path(path), thinking), limit, max_prompt_tokens)
+    """Token ids of the first `limit` prompts that are short enough.
+
+    Raises:
+      ConfigError: no prompt of the file is.
+    """
+    ids = short(prompt_files.encode(target, path, thinking), limit, max_prompt_tokens)
+    if not ids:
+        raise ConfigError(f"{path}: no prompt of the file is short enough (max_prompt_tokens={max_prompt_tokens})")
+    return ids
 
 
 def short(prompts: list[list[int]], limit: int, most: int) -> list[list[int]]:
@@ -103,63 +117,65 @@ def short(prompts: list[list[int]], limit: int, most: int) -> list[list[int]]:
     return [ids for ids in prompts if len(ids) <= most][:limit]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help="JSONL prompt files")
-    parser.add_argument("--target", help="default: the demo target")
-    parser.add_argument("--head", help="default: the demo head")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"])
-    parser.add_argument("--budget", type=int, nargs="+", default=[64])
-    parser.add_argument("--tree", choices=["best_first", "accum_logp"], default="best_first")
-    parser.add_argument("--width", type=int)
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
-    parser.add_argument("--top_p", type=float, default=1.0)
-    parser.add_argument("--top_k", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--sharpness",
-        type=float,
-        nargs="+",
-        default=[TreeConfig.sharpness],
-        help="of sampled drafts; 0 leaves the noise out of their ranking",
-    )
-    parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="default: as the head was trained")
-    parser.add_argument("--limit", type=int, default=128, help="prompts of each file")
-    parser.add_argument("--max_prompt_tokens", type=int, default=256)
-    parser.add_argument("--max_new_tokens", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--compare", action="store_true", help="also decode plainly and count differing outputs")
-    args = parser.parse_args()
-    try:
-        target = load.load_target(args.target or demo.fetch_target(), args.dtype)
-        head = load.load_head(args.head or demo.head_folder(), target)
-        thinking = pair.thinking(target, head, args.thinking)
-        table = []
-        for path in args.prompts:
-            prompts = read(target, path, args.limit, args.max_prompt_tokens, thinking)
-            for budget, warm, sharp in itertools.product(args.budget, args.temperature, args.sharpness):
-                tree = TreeConfig(budget, args.width, builder=args.tree, sharpness=sharp)
-                sampling = SamplingConfig(args.max_new_tokens, warm, args.seed, top_p=args.top_p, top_k=args.top_k)
-                row = measure(target, head, prompts, tree, sampling, args.batch)
-                outputs = row.pop("token_ids")
-                if args.compare:
-                    row["plain"] = differing(target, prompts, outputs, sampling, args.batch)
-                of = {"set": pathlib.Path(path).stem, "budget": budget, "temperature": warm, "sharpness": sharp}
-                table.append(of | row)
-                low, high = row["interval_95"]
-                print(
-                    f"{of['set']:14} budget {budget:4} T {warm:g} sharpness {sharp:g}  acceptance length "
-                    f"{row['acceptance_length']:.2f} ({low:.2f}-{high:.2f})  accepted drafts "
-                    f"{row['accepted_per_round']:.2f}, emitted {row['emitted_per_round']:.2f} a round  "
-                    f"{row['prompts']} prompts, {row['rounds']} rounds  {row.get('plain', '')}",
-                    flush=True,
-                )
-    except (ConfigError, OSError) as error:
-        print(f"acceptance: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps({"settings": vars(args) | {"dtype": str(target.dtype), "thinking": thinking}, "table": table}))
+def _several(option: Option) -> Option:
+    """The option with a list of values, of which every combination is measured."""
+    return dataclasses.replace(option, many=True, default=() if option.default is None else (option.default,))
+
+
+LINE = command.Line(
+    __doc__,
+    [
+        command.PROMPTS,
+        command.TARGET,
+        command.HEAD,
+        command.DTYPE,
+        command.BACKEND,
+        dataclasses.replace(_several(command.TREE["budget"]), default=(64,), help="Tree nodes, root included."),
+        *(option for name, option in command.TREE.items() if name in ("width", "depth", "builder")),
+        _several(command.TREE["sharpness"]),
+        _several(command.SAMPLING["temperature"]),
+        *command.sampling("temperature", "stop", "include_stop_text", "logprobs"),
+        command.THINKING,
+        command.LIMIT,
+        command.MAX_PROMPT_TOKENS,
+        command.BATCH,
+        Option("compare", "flag", "Also decode plainly and count differing outputs.", False),
+    ],
+)
+
+
+@command.tool("acceptance", "a smaller --batch")
+def main(argv: Sequence[str]) -> int:
+    """The command of the module's docstring; the exit status."""
+    args = LINE.parse(argv)
+    settings = command.settings(args)
+    combinations = list(itertools.product(args.budget, args.temperature, args.sharpness))
+    configs = []
+    for args.budget, args.temperature, args.sharpness in combinations:  # all are checked before anything is loaded
+        configs.append((command.tree_of(args), command.sampling_of(args)))
+    target, head = command.pair_of(args)
+    thinking = pair.thinking(target, head, args.thinking)
+    table = []
+    for path in args.prompts:
+        prompts = read(target, path, args.limit, args.max_prompt_tokens, thinking)
+        for tree, sampling in configs:
+            row: dict[str, Any] = {
+                "set": pathlib.Path(path).stem,
+                "budget": tree.budget,
+                "temperature": sampling.temperature,
+            }
+            row |= {"sharpness": tree.sharpness} | measure(target, head, prompts, tree, sampling, args.batch)
+            outputs = row.pop("token_ids")
+            if args.compare:
+                row["plain"] = differing(target, prompts, outputs, sampling, args.batch)
+            table.append(row)
+            low, high = row["interval_95"]
+            print(
+                f"{row['set']:14} budget {row['budget']:4} T {row['temperature']:g} sharpness {row['sharpness']:g}  "
+                f"acceptance length {row['acceptance_length']:.2f} ({low:.2f}-{high:.2f})  accepted drafts "
+                f"{row['accepted_per_round']:.2f}, verified {row['verified_per_round']:.2f} a round  "
+                f"{row['prompts']} prompts, {row['rounds']} rounds  {row.get('plain', '')}",
+                flush=True,
+            )
+    print(json.dumps({"settings": settings | {"dtype": str(target.dtype), "thinking": thinking}, "table": table}))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,14 +9,21 @@ object a line.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the slow imports
+    from jetspec_jax import outcome
+
+    outcome.start("jetspec_jax.evals.formats")
+
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jetspec_jax import command
 from jetspec_jax.fields import ConfigError, shown
 from jetspec_jax.files import text
+from jetspec_jax.options import Option
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
@@ -102,21 +109,22 @@ def write(path: str | Path, rows: list[dict[str, Any]]) -> None:
         f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def main(argv: list[str]) -> int:
+LINE = command.Line(
+    __doc__,
+    [],
+    [
+        Option("name", "choice", "The benchmark.", choices=tuple(BENCHMARKS), required=True, metavar="NAME"),
+        Option("folder", "text", "Folder of the benchmarks.", required=True, metavar="FOLDER"),
+        Option("out", "text", "Prompt file to write.", required=True, metavar="OUT.jsonl"),
+    ],
+)
+
+
+@command.tool("formats")
+def main(argv: Sequence[str]) -> int:
     """The command of the module's docstring; the exit status."""
-    if len(argv) != 3:
-        print(__doc__.split("\n\n")[1].strip(), file=sys.stderr)
-        return 2
-    name, folder, out = argv
-    try:
-        rows = load(name, folder)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2 if name not in BENCHMARKS else 1
-    write(out, rows)
-    print(f"{out}: {len(rows)} prompts of {name}", file=sys.stderr)
+    args = LINE.parse(argv)
+    rows = load(args.name, args.folder)
+    write(args.out, rows)
+    print(f"{args.out}: {len(rows)} prompts of {args.name}", file=sys.stderr)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -20,6 +20,7 @@ import numpy as np
 from jetspec_jax.config import HeadConfig, default_taps
 from jetspec_jax.drafts import block
 from jetspec_jax.layers import masks
+from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.loop.contracts import Ends, Seen
 
 ANCHORS = 40  # of each text
@@ -44,6 +45,7 @@ class Texts(NamedTuple):
     anchors: np.ndarray  # [R, A] absolute positions, each with a whole block behind it
 
 
+@narrow
 def texts(target, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], depth: int) -> Texts | None:
     """Reads the target's layers over prompts and answers; None where no answer is as long as a block."""
     pairs = [(len(p), [*p, *a]) for p, a in zip(prompts, answers, strict=True) if len(a) > depth + 1]
@@ -64,6 +66,7 @@ def _layers(model, count: int, params, tokens):
     return model.forward(params, tokens, positions, masks.causal(tokens.shape[1]), taps=taps).taps
 
 
+@narrow
 def runs(target, head, found: Texts, config: HeadConfig) -> tuple[np.ndarray, np.ndarray]:
     """Tokens that a chain would commit at every anchor [R * A], bonus included; read in place, and read one later.
 

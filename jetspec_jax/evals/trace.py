@@ -1,8 +1,9 @@
-"""Round-by-round traces of a decode, for comparisons with other engines and for study."""
+"""Round-by-round records of a decode, for comparisons with other engines, for pictures and for study."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,26 +12,64 @@ from jetspec_jax import speculate
 from jetspec_jax.config import SamplingConfig, TreeConfig
 
 
-def run(
-    path: str, target, head, ids: Sequence[int], tree: TreeConfig, sampling: SamplingConfig, chunk: int | None = None
-) -> speculate.Result:
-    """Decodes one prompt a round at a time and writes what each round did to a .npz file.
+class Recorded(NamedTuple):
+    """What one round did to a row, on the host. T nodes in use, node 0 the root."""
+
+    tokens: np.ndarray  # [T] int32
+    parents: np.ndarray  # [T] int32, -1 for the root
+    depths: np.ndarray  # [T] int32
+    accepted: np.ndarray  # [A] int32, nodes, root first
+    bonus: int  # the target's own token after them
+    draft_logits: np.ndarray | None  # [D, V] f32
+    target_logits: np.ndarray | None  # [T, V] f32, of the round that was asked for
+
+
+def record(
+    target, head, ids: Sequence[int], tree: TreeConfig, sampling: SamplingConfig, chunk: int | None = None,
+    full: int = 0,
+) -> tuple[list[Recorded], speculate.Result]:  # fmt: skip
+    """Decodes one prompt a round at a time; returns what each round did, and the result.
+
+    full: number of the round, from 1, whose target logits are kept: those of all would be gigabytes.
+    """
+    engine = speculate.start(target, head, [ids], tree, sampling, prefill_chunk=chunk)
+    found: list[Recorded] = []
+    while not engine.over():
+        done = engine.record()
+        kept = done.target_logits if len(found) + 1 == full else None
+        found.append(_recorded(jax.device_get((done.tree, done.accepted, done.tree.logits, kept))))
+    return found, engine.results()[0]
+
+
+def _recorded(fetched: tuple[Any, ...]) -> Recorded:
+    """The first row of a round."""
+    tree, accepted, draft, target = fetched
+    size, count = tree.size[0], accepted.count[0]
+    tokens, parents, depths = (getattr(tree, name)[0, :size] for name in ("tokens", "parents", "depths"))
+    path, bonus = accepted.path[0, :count], int(accepted.tokens[0, count - 1])
+    return Recorded(
+        tokens,
+        parents,
+        depths,
+        path,
+        bonus,
+        None if draft is None else draft[0],
+        None if target is None else target[0, :size],
+    )
+
+
+def save(path: str, rounds: Sequence[Recorded]) -> None:
+    """Writes what each round did to a .npz file.
 
     Per round i: `round{i}_draft_logits` [D, V] f32, `round{i}_tree_tokens`, `round{i}_tree_parents` (root -1) and
     `round{i}_tree_depths` over the nodes in use, `round{i}_accepted` (node indices, root first).
     """
-    engine, arrays = speculate.start(target, head, [ids], tree, sampling, prefill_chunk=chunk), {}
-    for i in range(engine.decoder.capacity):
-        if engine.over():
-            break
-        done = engine.record()
-        logits, nodes, accepted = jax.device_get((done.tree.logits, done.tree, done.accepted))
-        size, count = nodes.size[0], accepted.count[0]
-        if logits is not None:
-            arrays[f"round{i}_draft_logits"] = logits[0]
+    arrays: dict[str, Any] = {}
+    for i, done in enumerate(rounds):
+        if done.draft_logits is not None:
+            arrays[f"round{i}_draft_logits"] = done.draft_logits
         for name in ("tokens", "parents", "depths"):
-            arrays[f"round{i}_tree_{name}"] = getattr(nodes, name)[0, :size]
-        arrays[f"round{i}_accepted"] = accepted.path[0, :count]
+            arrays[f"round{i}_tree_{name}"] = getattr(done, name)
+        arrays[f"round{i}_accepted"] = done.accepted
     with open(path, "wb") as file:
         np.savez(file, **arrays)
-    return engine.results()[0]

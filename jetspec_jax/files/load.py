@@ -16,7 +16,7 @@ from jetspec_jax.backends.choose import resolve
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.drafts import families
 from jetspec_jax.fields import ConfigError, Fields, shown
-from jetspec_jax.files import cache_folder, checkpoint, pair, text, tokenizer
+from jetspec_jax.files import cache_folder, checkpoint, pair, text, tokenizer, xla
 from jetspec_jax.files.gguf_file import GGUF
 from jetspec_jax.files.pair import LoadedHead, LoadedTarget
 from jetspec_jax.models import names, qwen3
@@ -44,6 +44,7 @@ def load_target(
     begin = time.perf_counter()
     if dtype is not None:
         _dtype(dtype)
+    xla.check_device()
     cache_folder.keep_programs()
     path = find(source)
     if path.is_file():

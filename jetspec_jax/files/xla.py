@@ -27,3 +27,15 @@ def tested_flags() -> tuple[str, ...]:
 def apply_flags() -> None:
     """Adds `tested_flags` to XLA_FLAGS; only before jax has looked for devices. What is set there already wins."""
     os.environ["XLA_FLAGS"] = " ".join([*tested_flags(), os.environ.get("XLA_FLAGS", "")]).strip()
+
+
+def check_device() -> None:
+    """Raises ConfigError where jax has no device to compute on, which JAX_PLATFORMS can ask for."""
+    import jax
+
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the second where a platform is known and has no device
+        named = os.environ.get("JAX_PLATFORMS", "")
+        why = (str(error).strip() or "no device of that kind is here").splitlines()[0][:200]
+        raise ConfigError(f"JAX_PLATFORMS={named}: {why}; install its jax, or leave the variable out") from None

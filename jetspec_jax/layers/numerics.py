@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+
+Function = TypeVar("Function", bound=Callable)
+
+
+def narrow(function: Function) -> Function:
+    """Returns the function as it is with JAX_ENABLE_X64 off: every program here is 32-bit, whatever the caller's are.
+
+    With it on, a plain `jnp.arange` or `argmax` is an int64, and does not fit beside the int32 of tokens and positions.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        with jax.enable_x64(False):
+            return function(*args, **options)
+
+    return cast(Function, run)
 
 
 def precision(dtype) -> jax.lax.Precision:

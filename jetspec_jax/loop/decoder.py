@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jetspec_jax.layers import cache as kv_cache
 from jetspec_jax.layers import masks, vocabulary
+from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.loop import tree as trees
 from jetspec_jax.loop.choice import Choice, choose
 from jetspec_jax.loop.contracts import Draft, Ends, Seen, Target
@@ -78,6 +79,7 @@ def prefill(decoder: Decoder, params: dict, request: Request) -> State:
     return prefill_recorded(decoder, params, request)[0]
 
 
+@narrow
 def prefill_recorded(decoder: Decoder, params: dict, request: Request) -> tuple[State, Float[Array, "B V"]]:
     """Prefills, and returns the f32 logits that chose (or would choose) each row's first token too."""
     tokens = request.tokens
@@ -166,6 +168,7 @@ def step(decoder: Decoder, params: dict, state: State) -> State:
     return step_recorded(decoder, params, state)[0]
 
 
+@narrow
 def rounds(decoder: Decoder, params: dict, state: State, n: Int[Array, ""]) -> State:
     """Runs at most n rounds (traced), fewer when every row has ended. Donate `state`."""
 
@@ -180,6 +183,7 @@ def rounds(decoder: Decoder, params: dict, state: State, n: Int[Array, ""]) -> S
     return jax.lax.while_loop(running, body, (jnp.int32(0), state))[1]
 
 
+@narrow
 def step_recorded(decoder: Decoder, params: dict, state: State) -> tuple[State, Round]:
     """Runs one round, and returns what it did too."""
     target, draft, weights, ends = decoder.target, decoder.draft, params["target"], decoder.ends(params)

@@ -2,63 +2,65 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import runpy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ml_collections
 
+from jetspec_jax import command
 from jetspec_jax.config import ConfigError
+from jetspec_jax.options import Option
 from jetspec_jax.training import settings
 from jetspec_jax.training.settings import Settings
 
-USAGE = "usage: python train.py --config configs/NAME.py --workdir DIR [--config.KEY=VALUE ...]"
+CONFIGS = Path(__file__).parent.parent / "configs"  # the repository's configs/, in an installed package too
+LINE = command.Line(
+    "Trains a draft head.\n\n"
+    "    jetspec-train --config smollm2_135m --workdir DIR [--config.KEY=VALUE ...]\n\n"
+    "Stages: prompts, answers of the target, features, training, export to DIR/head. Each leaves its output in DIR;\n"
+    "the same command again goes on where it stopped, also after SIGTERM. Exit status: 0 done or out of time, 2 wrong\n"
+    "options, 1 other errors, 130 interrupted. `python train.py` in a checkout is the same.",
+    [
+        Option("config", "text", "A Python file with get_config(), or the name of one of ours: "
+               f"{', '.join(sorted(path.stem for path in CONFIGS.glob('*.py')))}.", required=True, metavar="FILE"),
+        Option("workdir", "text", "Folder of everything that the run leaves.", required=True, metavar="DIR"),
+        *(settings.option(field) for field in dataclasses.fields(Settings)),
+    ],
+)  # fmt: skip
 
 
-def parse(argv: list[str]) -> tuple[Settings, Path]:
+def parse(argv: Sequence[str]) -> tuple[Settings, Path]:
     """Settings with their overrides, and the work folder.
 
     Raises:
       ConfigError: an option or key does not exist (the nearest one is named), or a value does not fit.
     """
-    given: dict[str, str] = {}
-    overrides: dict[str, Any] = {}
-    rest = iter(argv)
-    for argument in rest:
-        if not argument.startswith("--"):
-            raise ConfigError(f"{argument!r}: not an option\n{USAGE}")
-        name, equals, value = argument[2:].partition("=")
-        name = name.replace("-", "_")
-        if name not in ("config", "workdir") and not name.startswith("config."):
-            raise ConfigError(f"--{name}: no such option{settings.nearest(name, ['config', 'workdir'], '--')}\n{USAGE}")
-        key = name.removeprefix("config.")
-        if name.startswith("config.") and key not in settings.KINDS:
-            raise ConfigError(f"--{name}: no such key{settings.nearest(key, list(settings.KINDS), '--config.')}")
-        if not equals:
-            value = next(rest, "")
-            if not value:
-                raise ConfigError(f"--{name}: a value is missing\n{USAGE}")
-        if name in ("config", "workdir"):
-            given[name] = value
-        else:
-            overrides[key] = settings.from_text(key, value)
-    for name in ("config", "workdir"):
-        if not given.get(name):
-            raise ConfigError(f"--{name} is missing\n{USAGE}")
-    workdir = Path(os.path.expanduser(given["workdir"]))
+    args = LINE.parse(argv)
+    given = {name.removeprefix("config."): getattr(args, name) for name in args.given if name.startswith("config.")}
+    workdir = Path(os.path.expanduser(args.workdir))
     if workdir.exists() and not workdir.is_dir():
         raise ConfigError(f"--workdir={workdir}: a folder is needed, this is a file")
-    path = Path(given["config"])
+    path = find(args.config)
+    overrides = {key: settings.from_text(key, value) for key, value in given.items()}
     return settings.make(load(path) | overrides, f"--config={path}"), workdir
+
+
+def find(name: str) -> Path:
+    """The file of that name, or the configuration of ours that is called so."""
+    path, ours = Path(os.path.expanduser(name)), CONFIGS / f"{Path(name).stem}.py"
+    plain = name in (ours.stem, ours.name)
+    return ours if plain and not path.is_file() and ours.is_file() else path
 
 
 def load(path: Path) -> dict[str, Any]:
     """What `get_config()` of a Python file returns: a mapping of keys to values."""
     where = f"--config={path}"
     if not path.is_file():
-        raise ConfigError(f"{where}: no such file; give one of configs/*.py")
+        raise ConfigError(f"{where}: no such file; give one, or the name of one in configs/")
     try:
         names = runpy.run_path(str(path))
     except (Exception, SystemExit) as error:  # whatever the file does

@@ -29,6 +29,7 @@ import numpy as np
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
 from jetspec_jax.files import demo, load, pair
+from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.models import sharding
 from jetspec_jax.models.qwen3 import Qwen3Target
 from jetspec_jax.training import export, features, files, gather, loop, manifest, objective, teacher
@@ -47,6 +48,7 @@ MEMORY_SHARE = 0.82  # of the device, for features; the rest is for the step
 Log = Callable[[str], None]
 
 
+@narrow
 def run(config: Settings, workdir: Path, log: Log) -> bool:
     """Runs all stages up to `config.until`, or as far as `config.max_minutes` allows; True when all are done.
 
@@ -277,8 +279,6 @@ def _decoded(config: Settings, target, mode: bool | None) -> list[list[int]]:
         ids = acceptance.read(target, config.decode_prompts, config.decode_limit, config.max_prompt_tokens, mode)
     except (ConfigError, OSError) as error:
         raise ConfigError(f"--config.decode_prompts={config.decode_prompts}: {error}") from None
-    if not ids:
-        raise ConfigError(f"--config.decode_prompts={config.decode_prompts}: no prompt of the file is short enough")
     return ids
 
 

@@ -7,12 +7,19 @@ DIR is a run's work folder or its train folder; the picture goes to DIR/curves.s
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the slow imports
+    from jetspec_jax import outcome
+
+    outcome.start("jetspec_jax.training.plot")
+
 import math
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jetspec_jax import command
+from jetspec_jax.config import ConfigError
+from jetspec_jax.options import Option
 from jetspec_jax.training import files, journal
 
 WIDE, HIGH, EDGE = 400, 240, 44  # of one panel, and room for its numbers
@@ -67,26 +74,26 @@ def _panel(title: str, lines: list[Curve], left: int, log: bool) -> str:
     return "\n".join(drawn)
 
 
-def main(argv: list[str]) -> int:
+LINE = command.Line(
+    __doc__,
+    [],
+    [
+        Option("folder", "text", "A run's work folder or its train folder.", required=True, metavar="DIR"),
+        Option("out", "text", "The picture. Default: DIR/curves.svg.", metavar="OUT.svg"),
+    ],
+)
+
+
+@command.tool("plot")
+def main(argv: Sequence[str]) -> int:
     """The command of the module's docstring; the exit status."""
-    if len(argv) not in (1, 2):
-        print(__doc__.split("\n\n")[1].strip(), file=sys.stderr)
-        return 2
-    folder = Path(argv[0])
+    args = LINE.parse(argv)
+    folder = Path(args.folder)
     folder = folder / "train" if (folder / "train" / journal.FILE).is_file() else folder
-    out = Path(argv[1]) if len(argv) == 2 else folder / "curves.svg"
     records = journal.read(folder)
     if not records:
-        print(f"plot: {folder / journal.FILE}: no records; give the folder of a run", file=sys.stderr)
-        return 1
-    try:
-        files.write(out, curves(records))
-    except OSError as error:
-        print(f"plot: {out}: {error.strerror}", file=sys.stderr)
-        return 1
+        raise ConfigError(f"{folder / journal.FILE}: no records; give the folder of a run")
+    out = Path(args.out) if args.out else folder / "curves.svg"
+    files.write(out, curves(records))
     print(out)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """Answers of the target to prompts: what the head learns to draft.
 
-    python -m jetspec_jax.training.regenerate --prompts rows.jsonl --out DIR [--target T] [--head H] [--thinking off]
+    python -m jetspec_jax.training.regenerate --prompts rows.jsonl --out DIR [--target T] [--head H] [--nothinking]
 
 A head trained on anybody else's text drafts that text; the published ablation shows it far weaker. Prompts are sorted
 by length and decoded in batches, speculatively where a head is given (the same answers sooner, in 16 bits but for
@@ -11,7 +11,13 @@ counts are printed as JSON: input = answered + errors + skipped.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the slow imports
+    from jetspec_jax import outcome
+
+    outcome.start("jetspec_jax.training.regenerate")
+
 import collections
+import dataclasses
 import hashlib
 import json
 import sys
@@ -23,8 +29,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax import speculate
-from jetspec_jax.command import Parser
+from jetspec_jax import command, speculate
 from jetspec_jax.config import ConfigError
 from jetspec_jax.engine.programs import program
 from jetspec_jax.files import demo, load, pair
@@ -33,6 +38,7 @@ from jetspec_jax.loop.plain import PLAIN
 from jetspec_jax.loop.processors import Sampling
 from jetspec_jax.loop.state import NONFINITE, STOP
 from jetspec_jax.loop.tree import Rule
+from jetspec_jax.options import Option
 from jetspec_jax.training import files, manifest
 from jetspec_jax.training.data import answers as store
 from jetspec_jax.training.data import rows, turns
@@ -262,61 +268,55 @@ def write_rows(path: Path, target, prompts: Prompts, known: Answers, drop_trunca
     files.write(path, "".join(lines))
 
 
-def main(argv: list[str]) -> int:
+LINE = command.Line(
+    __doc__,
+    [
+        Option(
+            "prompts", "text", "Rows: .jsonl, .parquet, a folder, or a dataset on disk.", required=True, metavar="FILE"
+        ),
+        Option("out", "text", "Folder of the answers.", required=True, metavar="DIR"),
+        command.TARGET,
+        command.DTYPE,
+        command.BACKEND,
+        dataclasses.replace(command.HEAD, help="A head that makes it faster: a folder or a hub id."),
+        dataclasses.replace(command.TREE["budget"], default=32, help="Tree nodes with --head."),
+        command.THINKING,
+        dataclasses.replace(command.MAX_PROMPT_TOKENS, help="Longer prompts are not asked."),
+        dataclasses.replace(command.SAMPLING["max_new_tokens"], low=1),
+        Option("samples", "whole", "Sampled answers beside the greedy one."),
+        Option("temperature", "number", "Of those.", 0.8, low=0, high=10, above=True),
+        dataclasses.replace(command.BATCH, default=64),
+        Option("save_batches", "whole", "Batches in one file of answers.", 1, low=1),
+        Option("limit", "whole", "Rows that are read.", 0, off="0 is all"),
+        Option("drop_truncated", "flag", "Leave out answers that the limit cut.", False),
+    ],
+)
+
+
+@command.tool("regenerate", "a smaller --batch", "; the same command goes on")
+def main(argv: Sequence[str]) -> int:
     """The command of the module's docstring; the exit status."""
-    parser = Parser(__doc__)
-    parser.add_argument("--prompts", required=True, help="rows: .jsonl, .parquet, a folder, or a dataset on disk")
-    parser.add_argument("--out", required=True, type=Path, help="folder of the answers")
-    parser.add_argument("--target", default="", help="default: the demo target")
-    parser.add_argument("--dtype", choices=load.DTYPES)
-    parser.add_argument("--head", default="", help="a head that makes it faster")
-    parser.add_argument("--budget", type=int, default=32, help="tree nodes with --head")
-    parser.add_argument("--thinking", choices=["default", "on", "off"], default="default")
-    parser.add_argument("--max_prompt_tokens", type=int, default=256)
-    parser.add_argument("--max_new_tokens", type=int, default=256)
-    parser.add_argument("--samples", type=int, default=0, help="sampled answers beside the greedy one")
-    parser.add_argument("--temperature", type=float, default=0.8, help="of those")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--save_batches", type=int, default=1)
-    parser.add_argument("--limit", type=int, default=0, help="rows that are read; 0 is all")
-    parser.add_argument("--drop_truncated", action="store_true", help="leave out answers that the limit cut")
-    options = parser.parse(argv)
-    say = lambda line: print(line, file=sys.stderr, flush=True)
-    try:
-        for name in ("max_prompt_tokens", "max_new_tokens", "batch", "save_batches", "budget"):
-            if getattr(options, name) < 1:
-                raise ConfigError(f"--{name}={getattr(options, name)}: give a number >= 1")
-        for name in ("samples", "limit"):
-            if getattr(options, name) < 0:
-                raise ConfigError(f"--{name}={getattr(options, name)}: give a number >= 0")
-        if not 0 < options.temperature <= 10:
-            raise ConfigError(f"--temperature={options.temperature}: give a number > 0 and <= 10")
-        target = load.load_target(options.target or demo.fetch_target(), options.dtype)
-        head = load.load_head(options.head, target) if options.head else None
-        thinking = pair.thinking(target, head, {"default": None, "on": True, "off": False}[options.thinking])
-        prompts = ask(target, rows.read(options.prompts), options.max_prompt_tokens, thinking, options.limit)
-        regenerate(
-            target,
-            prompts.ids,
-            options.out,
-            batch=options.batch,
-            max_prompt=options.max_prompt_tokens,
-            max_new=options.max_new_tokens,
-            samples=options.samples,
-            temperature=options.temperature,
-            save_batches=options.save_batches,
-            head=head,
-            budget=options.budget,
-            log=say,
-        )
-        known = store.read(options.out)
-        write_rows(options.out / "answers.jsonl", target, prompts, known, options.drop_truncated)
-    except (ConfigError, OSError) as error:
-        say(f"regenerate: {error}")
-        return 1
+    args = LINE.parse(argv)
+    target = load.load_target(args.target or demo.fetch_target(), args.dtype, args.backend)
+    head = load.load_head(args.head, target) if args.head else None
+    thinking = pair.thinking(target, head, args.thinking)
+    prompts = ask(target, rows.read(args.prompts), args.max_prompt_tokens, thinking, args.limit)
+    out = Path(args.out)
+    regenerate(
+        target,
+        prompts.ids,
+        out,
+        batch=args.batch,
+        max_prompt=args.max_prompt_tokens,
+        max_new=args.max_new_tokens,
+        samples=args.samples,
+        temperature=args.temperature,
+        save_batches=args.save_batches,
+        head=head,
+        budget=args.budget,
+        log=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    known = store.read(out)
+    write_rows(out / "answers.jsonl", target, prompts, known, args.drop_truncated)
     print(json.dumps(counts(prompts, known)))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

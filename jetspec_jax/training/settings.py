@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax.config import ConfigError, ModelConfig
+from jetspec_jax.options import Option
 
 STAGES = ("pool", "answers", "export")
 WHOLE = math.inf  # no upper limit
@@ -199,17 +200,16 @@ PATHS = {"target", "data", "prompt_sets", "answer_head", "init_head", "decode_pr
 KINDS: dict[str, Any] = {f.name: typing.get_type_hints(Settings)[f.name] for f in dataclasses.fields(Settings)}
 
 
-def describe() -> str:
-    """Returns all keys with defaults and meanings, for people."""
-    lines = []
-    for field in dataclasses.fields(Settings):
-        choices = field.metadata.get("choices")
-        default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default)
-        default = default.lower() if isinstance(field.default, bool) else default
-        default = "required" if field.name == "mask_token_id" else default or "''"
-        default = f"{default}; {', '.join(c or chr(39) * 2 for c in choices)}" if choices else default
-        lines.append(f"  {field.name:<18} {field.metadata['help']} [{default}]")
-    return "\n".join(lines)
+def option(field: dataclasses.Field) -> Option:
+    """The option of a key on the command line; `from_text` and the class check its value."""
+    limits, known = field.metadata, [field.metadata.get("help", "")]
+    if "choices" in limits:
+        known.append(f"One of {', '.join(map(repr, limits['choices']))}.")
+    if "low" in limits:
+        end = "" if limits["high"] == WHOLE else f", <= {limits['high']:g}"
+        known.append(f"{'>' if limits['above'] else '>='} {limits['low']:g}{end}.")
+    known.append(f"Default: {field.default!r}.")
+    return Option(f"config.{field.name}", "any", " ".join(filter(None, known)), metavar="VALUE")
 
 
 def make(values: Mapping[str, Any], where: str) -> Settings:

@@ -18,22 +18,26 @@ DIR/shared/corpus.jsonl, others may do other rows in the same DIR at the same ti
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the slow imports
+    from jetspec_jax import outcome
+
+    outcome.start("jetspec_jax.training.study")
+
 import dataclasses
 import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from jetspec_jax.command import Parser
+from jetspec_jax import command
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
 from jetspec_jax.files import demo, load, pair
-from jetspec_jax.training import files, loop, manifest, options, pipeline, regenerate, settings
+from jetspec_jax.options import Option
+from jetspec_jax.training import files, manifest, options, pipeline, regenerate, settings
 from jetspec_jax.training.data import answers as answer_store
 from jetspec_jax.training.data import examples, rows, turns
 from jetspec_jax.training.settings import Settings
@@ -194,8 +198,6 @@ def _measure(
         if not on_time():
             return False
         ids = acceptance.read(target, str(path), limit, config.max_prompt_tokens, mode)
-        if not ids:
-            raise ConfigError(f"{path}: no prompt is short enough")
         got = acceptance.measure(target, head, ids, TreeConfig(budget), sampling, min(64, len(ids)))
         measured.setdefault(path.stem, {})[str(budget)] = got["acceptance_length"]
         _keep(folder, name, measured)
@@ -238,65 +240,53 @@ def table(workdir: Path, config: Settings) -> str:
     return "\n".join([note, "", *lines, ""])
 
 
-def main(argv: list[str]) -> int:
+LINE = command.Line(
+    __doc__,
+    [
+        Option("config", "text", "Configuration of every variant.", required=True, metavar="FILE"),
+        Option("data", "text", "Rows with answers of their own.", required=True, metavar="FILE"),
+        Option("workdir", "text", "Folder of everything that the study leaves.", required=True, metavar="DIR"),
+        command.PROMPTS,
+        dataclasses.replace(command.LIMIT, default=64),
+        Option("steps", "whole", "Steps of every variant.", 1_500, low=1),
+        Option(
+            "variants", "whole", "Rows of the table, from 0. Default: all.", many=True, metavar="ROW"
+        ),
+        dataclasses.replace(command.TARGET, help="Target. Default: the configuration's."),
+        Option("max_minutes", "number", "Stop then; the same command goes on.", 0.0, low=0, off="0 is no end"),
+    ],
+)  # fmt: skip
+
+
+@command.tool("study", "smaller loss_chunk or feature_batch, or remat=true, in --config", "; the same command goes on")
+def main(argv: Sequence[str]) -> int:
     """The command of the module's docstring; the exit status."""
-    parser = Parser(__doc__)
-    parser.add_argument("--config", required=True, type=Path, help="configuration of every variant")
-    parser.add_argument("--data", required=True, type=Path, help="rows with answers of their own")
-    parser.add_argument("--workdir", required=True, type=Path)
-    parser.add_argument("--prompts", required=True, nargs="+", type=Path, help="prompt files to decode")
-    parser.add_argument("--limit", type=int, default=64, help="prompts of each file")
-    parser.add_argument("--steps", type=int, default=1_500)
-    parser.add_argument(
-        "--variants", type=int, nargs="+", metavar="ROW", help="rows of the table, from 0; default: all"
-    )
-    parser.add_argument("--target", default="", help="default: the configuration's")
-    parser.add_argument("--max_minutes", type=float, default=0.0, help="stop then; the same command goes on")
-    given = parser.parse(argv)
+    args = LINE.parse(argv)
+    for row in args.variants or []:
+        if row >= len(VARIANTS):
+            raise command.UsageError(f"--variants={row}: the table has the rows 0..{len(VARIANTS) - 1}")
     begin = time.monotonic()
     minutes = lambda: (time.monotonic() - begin) / 60
-    on_time = lambda: not given.max_minutes or minutes() < given.max_minutes
-    left = lambda: max(given.max_minutes - minutes(), 0.01) if given.max_minutes else 0.0
+    on_time = lambda: not args.max_minutes or minutes() < args.max_minutes
+    left = lambda: max(args.max_minutes - minutes(), 0.01) if args.max_minutes else 0.0
     say = lambda line: print(line, file=sys.stderr, flush=True)
-    try:
-        for name, least in (("limit", 1), ("steps", 1), ("max_minutes", 0)):
-            if not getattr(given, name) >= least:
-                raise ConfigError(f"--{name}={getattr(given, name)}: give a number >= {least}")
-        for row in given.variants or []:
-            if not 0 <= row < len(VARIANTS):
-                raise ConfigError(f"--variants={row}: the table has the rows 0..{len(VARIANTS) - 1}")
-        values = options.load(given.config)
-        for name in ("prompt_sets", "own_prompts", "epochs"):
-            values.pop(name, None)
-        values |= {"data": str(given.data), "steps": given.steps, "eval_every": given.steps}
-        values |= {"target": given.target} if given.target else {}
-        base = settings.make(values, f"--config={given.config}")
-        base.check_files()
-        for path in given.prompts:
-            if not path.is_file():
-                raise ConfigError(f"--prompts={path}: no such file")
-        names = [path.stem for path in given.prompts]
-        for name in names:
-            if names.count(name) > 1:
-                raise ConfigError(
-                    f"--prompts: {names.count(name)} files are called {name}; the table needs other names"
-                )
-        done = run(base, given.workdir, given.prompts, given.limit, on_time, left, say, given.variants)
-        files.write(given.workdir / "study.md", table(given.workdir, base))
-    except (ConfigError, loop.TrainingError, OSError) as error:
-        say(f"study: {error}")
-        return 1
-    except jax.errors.JaxRuntimeError as error:
-        hint = "if the device is full: smaller loss_chunk or feature_batch, or remat=true, in --config"
-        say(f"study: {str(error).splitlines()[0][:200]} ({hint})")
-        return 1
-    except KeyboardInterrupt:
-        say("study: interrupted; the same command goes on")
-        return 130
-    print((given.workdir / "study.md").read_text(), end="")
+    config, workdir, prompts = options.find(args.config), Path(args.workdir), [Path(path) for path in args.prompts]
+    values = options.load(config)
+    for name in ("prompt_sets", "own_prompts", "epochs"):
+        values.pop(name, None)
+    values |= {"data": args.data, "steps": args.steps, "eval_every": args.steps}
+    values |= {"target": args.target} if args.target else {}
+    base = settings.make(values, f"--config={config}")
+    base.check_files()
+    for path in prompts:
+        if not path.is_file():
+            raise ConfigError(f"--prompts={path}: no such file")
+    names = [path.stem for path in prompts]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"--prompts: {names.count(name)} files are called {name}; the table needs other names")
+    done = run(base, workdir, prompts, args.limit, on_time, left, say, args.variants)
+    files.write(workdir / "study.md", table(workdir, base))
+    print((workdir / "study.md").read_text(), end="")
     say("study: done" if done else "study: time is up; the same command goes on")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -11,19 +11,24 @@ assistant's turn: text that the target did not write, for comparison. Counts by 
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the slow imports
+    from jetspec_jax import outcome
+
+    outcome.start("jetspec_jax.training.data.pool")
+
 import collections
 import itertools
 import json
 import random
 import re
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.command import Parser
+from jetspec_jax import command
 from jetspec_jax.config import ConfigError
 from jetspec_jax.evals import formats
+from jetspec_jax.options import Option
 from jetspec_jax.training import files
 from jetspec_jax.training.data import chat_topics, code_prompts
 
@@ -126,33 +131,30 @@ def _numbered(source: str, path: Path, text, answer: str) -> Iterator[tuple[str,
     return ((source, i, text(row), row.get(answer, "")) for i, row in enumerate(formats.read(path)))
 
 
-def main(argv: list[str]) -> int:
+LINE = command.Line(
+    __doc__,
+    [
+        Option("data", "text", "Folder of the prompt sets.", required=True, metavar="DIR"),
+        Option("out", "text", "JSONL file to write.", required=True, metavar="FILE"),
+        Option("code", "whole", "Functions in all.", 11_000),
+        Option("per_package", "whole", "Functions of one package.", 600, low=1),
+        Option("chat", "whole", "Chat prompts.", 2_500),
+        Option("answers", "flag", "With the origin's answers, where it has them.", False),
+    ],
+)
+
+
+@command.tool("pool")
+def main(argv: Sequence[str]) -> int:
     """The command of the module's docstring; the exit status."""
-    parser = Parser(__doc__)
-    parser.add_argument("--data", required=True, type=Path, help="folder of the prompt sets")
-    parser.add_argument("--out", required=True, type=Path, help="jsonl file to write")
-    parser.add_argument("--code", type=int, default=11_000, help="functions in all")
-    parser.add_argument("--per_package", type=int, default=600, help="functions of one package")
-    parser.add_argument("--chat", type=int, default=2_500, help="chat prompts")
-    parser.add_argument("--answers", action="store_true", help="with the origin's answers, where it has them")
-    options = parser.parse(argv)
-    try:
-        for name, least in (("code", 0), ("per_package", 1), ("chat", 0)):
-            if getattr(options, name) < least:
-                raise ConfigError(f"--{name}={getattr(options, name)}: give a number >= {least}")
-        if not options.out.parent.is_dir():
-            raise ConfigError(f"--out={options.out}: there is no folder {options.out.parent}; make it first")
-        if options.out.is_dir():
-            raise ConfigError(f"--out={options.out}: a folder; give the name of a file")
-        rows, counts = build(options.data, options.code, options.per_package, options.chat, options.answers)
-        with files.whole(options.out) as unfinished:
-            formats.write(unfinished, rows)
-    except (ConfigError, OSError) as error:
-        print(f"pool: {error}", file=sys.stderr)
-        return 1
+    args = LINE.parse(argv)
+    out = Path(args.out)
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out={out}: there is no folder {out.parent}; make it first")
+    if out.is_dir():
+        raise ConfigError(f"--out={out}: a folder; give the name of a file")
+    rows, counts = build(Path(args.data), args.code, args.per_package, args.chat, args.answers)
+    with files.whole(out) as unfinished:
+        formats.write(unfinished, rows)
     print(json.dumps(counts))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,367 @@
+"""Decodes prompts with a target and a draft; the output equals plain decoding.
+
+    jetspec-decode --prompt "Write a sorting function."       the demo pair, on whatever device there is
+    jetspec-decode --prompt "..." --compare                   also decode plainly: same tokens, both rates
+    jetspec-decode --prompt "..." --show_tree                 the tree of the first round
+    jetspec-decode --target DIR --head DIR --prompt_file prompts.jsonl --batch 8 --json
+
+`python decode.py` in a checkout is the same. Text or JSON goes to stdout, everything else to stderr. Exit status: 0
+done, 2 the options are wrong, 1 the files or the run are, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jetspec_jax import command
+from jetspec_jax.command import SAMPLING, TREE, Option, UsageError
+from jetspec_jax.options import MAX_BUDGET, ConfigError, SamplingConfig, TreeConfig, shown
+
+
+class Method(NamedTuple):
+    """A drafter and its tree, as `--method` names them.
+
+    head: whether it drafts with a head. causal: the block that the head must have, None for either. tree: the tree
+    that it draws with a head, out of what the options say. refused: options that contradict it.
+    """
+
+    help: str
+    head: bool
+    causal: bool | None
+    tree: Callable[[TreeConfig, Any], TreeConfig]
+    refused: tuple[str, ...]
+
+
+def _given(tree: TreeConfig, head) -> TreeConfig:
+    return tree
+
+
+def _chain(tree: TreeConfig, head) -> TreeConfig:
+    return dataclasses.replace(tree, budget=(tree.depth or head.draft.depth) + 1, width=1, builder="accum_logp")
+
+
+def _exact(tree: TreeConfig, head) -> TreeConfig:
+    """No sibling is cut off: a node can use no more children than the tree has rows."""
+    return dataclasses.replace(tree, width=MAX_BUDGET, builder="best_first")
+
+
+NO_DRAFT = ("head", "budget", "width", "depth", "tree", "sharpness", "trace", "show_tree", "tree_svg", "compare")
+METHODS = {
+    "jetspec": Method("a tree from a head's block", True, None, _given, ()),
+    "dflash": Method("the chain of a bidirectional head", True, False, _chain, ("budget", "width", "tree")),
+    "ddtree": Method("the most probable tree of a bidirectional head", True, False, _exact, ("width", "tree")),
+    "autoregressive": Method("no draft", False, None, _given, NO_DRAFT),
+}
+PROMPTS = ("prompt", "prompt_ids", "prompt_file")
+DRAWN = ("trace", "show_tree", "tree_svg")  # what is recorded round by round
+
+LINE = command.Line(
+    __doc__,
+    [
+        command.TARGET,
+        command.HEAD,
+        Option(
+            "method", "choice",
+            f"{'; '.join(f'{name}: {method.help}' for name, method in METHODS.items())}. Default: the head's family "
+            "(jetspec or dflash; jetspec where --budget, --width or --tree ask for a tree).",
+            choices=tuple(METHODS),
+        ),
+        Option("prompt", "text", "Prompt text."),
+        Option("prompt_ids", "ids", "Prompt as token ids, e.g. 1,2,3; for checkpoints without a tokenizer too."),
+        Option(
+            "prompt_file", "text",
+            'JSONL: {"prompt": ...}, {"messages": [...]} or {"prompt_ids": [...]} a line; optional id, thinking, and '
+            f"options of its own: {', '.join(SAMPLING)}.",
+            metavar="FILE",
+        ),
+        Option("batch", "whole", "Prompts of --prompt_file decoded together; their output keeps its order.", 1, low=1),
+        *TREE.values(),
+        *command.sampling(),
+        Option("chat", "flag", "Put the prompt through the chat template. Default: where there is one."),
+        command.THINKING,
+        Option(
+            "prefill_chunk", "whole",
+            "Prompt tokens read at a time; memory grows with it, not with the prompt. Default: 512.", low=1,
+        ),
+        Option("stream", "flag", "Print text as it comes. Default: yes, unless --json, --batch or a trace."),
+        command.DTYPE,
+        command.BACKEND,
+        Option(
+            "xla_flags", "choice",
+            "tested: add the XLA flags that were measured with the installed jaxlib (docs/performance.md); print: "
+            "show them.",
+            "none", choices=("none", "tested", "print"),
+        ),
+        Option("compare", "flag", "Also decode plainly; report whether the tokens are equal, and both rates.", False),
+        Option("show_tree", "flag", "Draw the tree of a round, with the accepted path and the probabilities.", False),
+        Option("tree_svg", "text", "The same as a picture in this file.", metavar="FILE.svg"),
+        Option("tree_round", "whole", "Which round they show.", 1, low=1),
+        Option("trace", "text", "Store every round's draft logits, tree and accepted path in this .npz file.",
+               metavar="FILE"),
+        Option("profile", "text", "Decode once more, compiled, and write a profiler trace of it into this folder.",
+               metavar="DIR"),
+        Option("json", "flag", "Print one JSON object a prompt instead of text.", False),
+    ],
+    hint="a prompt goes after --prompt",
+)  # fmt: skip
+
+
+@command.tool(
+    "decode.py", "end other programs, set XLA_PYTHON_CLIENT_MEM_FRACTION, or take a smaller --budget or --batch"
+)
+def main(argv: Sequence[str]) -> int:
+    """Parses, decodes, prints; returns the exit status."""
+    args = LINE.parse(argv)
+    from jetspec_jax.files import xla
+
+    try:
+        if args.xla_flags == "print":
+            print(*xla.tested_flags(), sep="\n")
+            return 0
+        if args.xla_flags == "tested":
+            xla.apply_flags()
+    except ConfigError as error:
+        raise UsageError(f"--{error}") from None
+    _check(args)
+    tree, sampling = command.tree_of(args), command.sampling_of(args)
+    rows = _rows(args)
+    for path in (args.trace, args.tree_svg):
+        _writable(path)
+    _writable_folder(args.profile)
+    run = _load(args, tree, any("budget" in row.options for row in rows))
+    _say(f"decoding on {_device()}; programs that are new to this machine are compiled first")
+    jobs = _jobs(run, rows, sampling)  # all are checked before the first is decoded
+    for first in range(0, len(jobs), args.batch):
+        _decode(run, jobs[first : first + args.batch])
+    return 0
+
+
+def _check(args: command.Args) -> None:
+    """Raises UsageError where options contradict each other."""
+
+    def refuse(wrong: Any, text: str) -> None:
+        if wrong:
+            raise UsageError(text)
+
+    prompts = [name for name in PROMPTS if name in args.given]
+    got = f"{' and '.join(f'--{p}' for p in prompts)} together" if prompts else "no prompt"
+    refuse(len(prompts) != 1, f"{got}: give one of --prompt, --prompt_ids, --prompt_file")
+    for name in METHODS[args.method].refused if args.method else ():
+        refuse(name in args.given, f"--{name} contradicts --method {args.method}; leave one of them out")
+    headless = args.method is not None and not METHODS[args.method].head
+    no_head = args.target is not None and args.head is None and not headless
+    refuse(no_head, "--target without --head: name the head, or use --method autoregressive")
+    several = args.prompt_file is not None
+    recorded = next((name for name in DRAWN if getattr(args, name)), None)
+    refuse(recorded and several, f"--{recorded} with --prompt_file: it shows one prompt; use --prompt or --prompt_ids")
+    refuse("batch" in args.given and not several, "--batch without --prompt_file: there is one prompt; leave it out")
+    drawn = args.show_tree or args.tree_svg
+    refuse("tree_round" in args.given and not drawn, "--tree_round without --show_tree or --tree_svg: add one of them")
+    other = "json" if args.json else "trace" if args.trace else "batch" if args.batch > 1 else None
+    refuse(args.stream and other, f"--stream contradicts --{other}; leave one of them out")
+    refuse(args.logprobs and not args.json, "--logprobs without --json: only the JSON object has room for them; add it")
+    ids = args.prompt_ids is not None
+    said = lambda name: f"--{name}" if getattr(args, name) else f"--no{name}"
+    refuse(ids and args.chat is not None, f"{said('chat')} with --prompt_ids: ids are taken as they are; leave it out")
+    unused = "--nochat" if args.chat is False else "--prompt_ids"
+    asked = args.thinking is not None and (ids or args.chat is False)
+    refuse(asked, f"{said('thinking')} with {unused}: no chat template is used; leave it out")
+
+
+def _rows(args: command.Args) -> list[Any]:
+    """The prompts as rows of a prompt file; one for a prompt of the command line."""
+    from jetspec_jax.files import prompts
+
+    if args.prompt_file is None:
+        return [prompts.PromptRow("", args.prompt if args.prompt_ids is None else args.prompt_ids)]
+    rows = prompts.read(args.prompt_file, tuple(SAMPLING))
+    for row in rows:
+        for name in METHODS[args.method].refused if args.method else ():
+            if name in row.options:
+                raise ConfigError(f"{row.where}: {name} contradicts --method {args.method}; leave one of them out")
+        if row.options.get("logprobs") and not args.json:
+            raise ConfigError(
+                f"{row.where}: logprobs without --json: only the JSON object has room for them; add --json"
+            )
+    return rows
+
+
+class Run(NamedTuple):
+    """What all prompts of a command share. head: None for plain decoding."""
+
+    args: command.Args
+    target: Any
+    head: Any
+    tree: TreeConfig
+    method: str
+
+
+def _load(args: command.Args, tree: TreeConfig, asked: bool) -> Run:
+    """Loads target and head; the method where none is given is the head's family.
+
+    asked: whether a row asks for a budget of its own.
+    """
+    from jetspec_jax.files import demo, load
+
+    path = args.target or demo.fetch_target()
+    _say(f"loading {args.target or 'the demo target'}")
+    target = load.load_target(path, args.dtype, args.backend)
+    if args.method and not METHODS[args.method].head:
+        return Run(args, target, None, tree, args.method)
+    head = load.load_head(args.head or demo.head_folder(), target)
+    wants_tree = asked or bool({"budget", "width", "tree"} & args.given)
+    name = args.method or ("jetspec" if head.config.causal or wants_tree else "dflash")
+    method = METHODS[name]
+    if method.causal not in (None, head.config.causal):
+        block = "causal" if head.config.causal else "bidirectional"
+        raise ConfigError(f"method={name}: {head.source} is a {block} head; use --method jetspec")
+    return Run(args, target, head, method.tree(tree, head), name)
+
+
+class Job(NamedTuple):
+    """One prompt, ready to be decoded. thinking: the mode that it was rendered in."""
+
+    id: Any
+    ids: list[int]
+    sampling: SamplingConfig
+    thinking: bool | None
+
+
+def _jobs(run: Run, rows: Sequence[Any], sampling: SamplingConfig) -> list[Job]:
+    """Token ids and options of all prompts; each fits the target."""
+    from jetspec_jax import speculate
+    from jetspec_jax.files import pair, prompts
+
+    args, target = run.args, run.target
+    rendered = args.chat is not False and any(row.rendered for row in rows)
+    usual = pair.thinking(target, run.head, args.thinking) if rendered else None
+    jobs = []
+    for row in rows:
+        mode = row.mode(usual)
+        if not row.where:
+            ids = prompts.prompt_ids(target, row.prompt, args.chat, mode)
+            speculate.check(target, ids, sampling)
+            return [Job(None, ids, sampling, mode)]
+        own = row.sampling(sampling)
+        ids = row.encode(target, usual, args.chat)
+        try:
+            speculate.check(target, ids, own)
+        except ConfigError as error:
+            raise ConfigError(f"{row.where}: {error}") from None
+        jobs.append(Job(row.id, ids, own, mode))
+    return jobs
+
+
+def _decode(run: Run, jobs: Sequence[Job]) -> None:
+    """Decodes some prompts together and prints what is asked for."""
+    import jax
+
+    from jetspec_jax import baseline, speculate
+
+    args, chunk = run.args, {"prefill_chunk": run.args.prefill_chunk}
+    prompts, options = [job.ids for job in jobs], [job.sampling for job in jobs]
+    recorded = bool(args.show_tree or args.tree_svg or args.trace)
+    streamed = args.stream is not False and not args.json and not recorded and args.batch == 1
+    if recorded:
+        results = [_recorded(run, jobs[0])]
+    elif streamed:
+        for piece in speculate.stream(run.target, run.head, prompts[0], run.tree, options[0], **chunk):
+            print(piece.text, end="", flush=True)
+        results = [piece.result]
+    else:
+        found = speculate.generate(run.target, run.head, prompts, run.tree, options, **chunk)
+        assert isinstance(found, list)  # a list of prompts gives a list
+        results = found
+    if args.profile:
+        with jax.profiler.trace(args.profile):
+            speculate.generate(run.target, run.head, prompts, run.tree, options, **chunk)
+    plain = baseline.generate(run.target, prompts, options, **chunk) if args.compare else [None] * len(jobs)
+    for job, result, other in zip(jobs, results, plain, strict=True):
+        result.settings["thinking"] = job.thinking  # the prompt was rendered here
+        report = baseline.compare(run.target, job.ids, other, result, job.sampling) if other else None
+        if args.json:
+            extra = ({"id": job.id} if job.id is not None else {}) | ({"compare": report} if report else {})
+            print(json.dumps(result.to_json() | {"method": run.method, "prompt_ids": job.ids} | extra), flush=True)
+        else:
+            print("" if streamed else result.text, flush=True)
+            _summary(result, other, report)
+
+
+def _recorded(run: Run, job: Job) -> Any:
+    """Decodes round by round; draws and stores what is asked for, and returns the result."""
+    from jetspec_jax.evals import draw, trace
+
+    args, number = run.args, run.args.tree_round
+    rounds, result = trace.record(
+        run.target, run.head, job.ids, run.tree, job.sampling, args.prefill_chunk, number
+    )  # fmt: skip
+    if args.trace:
+        trace.save(args.trace, rounds)
+    if not (args.show_tree or args.tree_svg):
+        return result
+    if number > len(rounds):
+        raise ConfigError(f"tree_round={number}: decoding took {len(rounds)} rounds; ask for one of those")
+    text = lambda token: _token(run.target, token)
+    if args.show_tree:
+        for line in draw.lines(rounds[number - 1], number, text):
+            _say(line)
+    if args.tree_svg:
+        pathlib.Path(args.tree_svg).write_text(draw.svg(rounds[number - 1], number, text), encoding="utf-8")
+    return result
+
+
+def _token(target, token: int) -> str:
+    """A token as people read it: its text in quotes, or its id where it has none."""
+    text = target.tokenizer.decode([token]) if target.tokenizer else ""
+    return repr(text) if text else f"<{token}>"
+
+
+def _summary(result, plain, report) -> None:
+    s = result.seconds
+    spent = ", ".join(f"{part} {s[part]:.2f} s" for part in ("load", "compile", "prefill", "decode"))
+    _say(
+        f"{result.new_tokens} tokens ({result.finish_reason}) in {result.rounds} rounds: acceptance length "
+        f"{result.acceptance_length:.2f}, {result.tokens_per_second:.1f} tokens/s ({spent})"
+    )
+    if report is None:
+        return
+    verdict = "the same tokens" if report["equal"] else f"DIFFERENT tokens: {report['first_difference']}"
+    _say(
+        f"plain decoding: {verdict}, {plain.tokens_per_second:.1f} tokens/s; "
+        f"speculation is {report['speedup']:.2f}x as fast"
+    )
+    if not report["equal"]:
+        _say(f"plain text: {plain.text}")
+
+
+def _writable(path: str | None) -> None:
+    """Notices a file that cannot be written before the work, and leaves nothing where nothing was."""
+    if path is not None:
+        new = not os.path.lexists(path)
+        open(path, "ab").close()
+        if new:
+            os.unlink(path)
+
+
+def _writable_folder(path: str | None) -> None:
+    """The same for a folder that is made later."""
+    if path is not None:
+        place = next(p for p in (pathlib.Path(path), *pathlib.Path(path).absolute().parents) if p.exists())
+        if not place.is_dir() or not os.access(place, os.W_OK):
+            raise ConfigError(f"profile={shown(path)}: no folder can be made there; name another")
+
+
+def _device() -> str:
+    import jax
+
+    return jax.devices()[0].device_kind
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
