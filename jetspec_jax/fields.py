@@ -52,7 +52,7 @@ def real(value: Any) -> TypeGuard[float]:
 class Fields:
     """A table out of a file, read key by key. A key that is null counts as absent, in every format that is read here.
 
-    raw: the table. where: the file, for messages. inside: the keys that led here, with a dot behind.
+    raw: the table. where: the file, for messages. inside: the keys that led here, each with a dot.
 
     Raises:
       ConfigError: `raw` is no table; and each method, where a value has another type or range, or is needed and absent.
@@ -71,6 +71,11 @@ class Fields:
     def has(self, key: str) -> bool:
         """Returns whether a key is there, with another value than null."""
         return self.raw.get(key) is not None
+
+    def off(self, key: str) -> bool:
+        """Returns whether a key cannot switch anything on: absent, null, false, zero or empty."""
+        value = self.raw.get(key)
+        return value is None or value is False or value in ("", 0) or (isinstance(value, list | Mapping) and not value)
 
     def whole(self, key: str, low: int = 1, high: int = TOKEN, default: int | None = None) -> int:
         """Returns a whole number of a range; `default` where it is absent, which None refuses."""

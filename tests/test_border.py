@@ -253,7 +253,7 @@ class TestGGUF:
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         writer.close()
-        assert "lies behind its end" in one_line(GGUF, path)
+        assert "lies beyond its end" in one_line(GGUF, path)
 
 
 BASE = {k: v for k, v in HEAD.items() if k != "dflash_config"}

@@ -293,6 +293,11 @@ class TestHeads:
         load.load_head(make_head(tmp_path / "h", [("markov.weight", np.ones(3, np.float32))]), target)
         assert "1 tensor is not used: markov.weight" in capsys.readouterr().err
 
+    @pytest.mark.parametrize("name", ["d2t", "markov_head.markov_w1.weight"])
+    def test_tensors_of_another_family_are_refused(self, tmp_path, target, name):
+        line = line_of(load.load_head, make_head(tmp_path / "h", [(name, np.ones(3, np.float32))]), target)
+        assert name in line and "not supported yet" in line
+
     def test_a_missing_tensor_is_named(self, tmp_path, target):
         path = make_head(tmp_path / "h") / "model.safetensors"
         save_file({n: x for n, x in load_file(path).items() if n != "fc.weight"}, path)
