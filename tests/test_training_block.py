@@ -22,6 +22,7 @@ from jetspec_jax.drafts import block
 from jetspec_jax.layers import masks, rope
 from jetspec_jax.layers.attention import attend
 from jetspec_jax.layers.numerics import rms_norm
+from jetspec_jax.loop.contracts import Ends, Seen
 from jetspec_jax.training import anchors as anchor_rules
 from jetspec_jax.training import flops, step, teacher
 from jetspec_jax.training.anchors import Anchors
@@ -89,7 +90,8 @@ def test_forward_equals_dense_attention_and_inference(causal):
 
     @jax.jit
     def decoding(slots, anchor):
-        state = draft.prefill(params, draft.init(params, 1, 32), taps[:1], anchor)
+        seen = Seen(taps[:1], jnp.zeros(1, jnp.int32), anchor, None, path=False)
+        state = draft.extend(params, draft.init(params, 1, 32), seen, Ends(None, None))
         return head(slots, anchor, head.context(state.pending), state.count, state.context, state.length)[0]
 
     for i, a in enumerate(positions):
