@@ -454,7 +454,7 @@ def test_damaged_weights_and_tokens_outside_the_model_name_no_flag_that_nobody_g
 
     monkeypatch.setattr(load, "load_target", damaged)
     status, _, err = run(capsys, *pair(), *ids([5]), "--json", "--budget=16")
-    assert status == 1 and "not finite in float32" in err and "damaged" in err and "--" not in err.splitlines()[-1]
+    assert status == 1 and "not finite in float32" in err and "broken" in err and "--" not in err.splitlines()[-1]
     monkeypatch.setattr(load, "load_target", loaded)
     monkeypatch.setattr(prompts, "prompt_ids", lambda *_: [5, 70])
     status, _, err = run(capsys, *pair(), "--prompt", "x")
