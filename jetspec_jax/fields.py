@@ -6,7 +6,6 @@ with one line that names file, key, value and what is needed; beyond this border
 
 from __future__ import annotations
 
-import math
 import numbers
 import reprlib
 from collections.abc import Collection, Mapping
@@ -88,7 +87,7 @@ class Fields:
     def real(self, key: str, low: float, high: float, default: float | None = None) -> float:
         """Returns a finite number of a range; `default` where it is absent, which None refuses."""
         value = self._value(key, default)
-        if not real(value) or not low <= value <= high or math.isnan(value):
+        if not real(value) or not low <= value <= high:  # not-a-number is in no range
             raise self.wrong(key, f"a number in {low:g}..{high:g} is needed")
         return float(value)
 

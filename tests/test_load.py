@@ -100,9 +100,10 @@ class TestSpellings:
         nested = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
         assert "rope_parameters" in line_of(ModelConfig.from_hf, DENSE | {"rope_parameters": nested})
         partial = DENSE["rope_parameters"] | {"partial_rotary_factor": 0.5}
-        assert "rope_parameters.partial_rotary_factor is 0.5" in line_of(
-            ModelConfig.from_hf, DENSE | {"rope_parameters": partial}
-        )
+        line = line_of(ModelConfig.from_hf, DENSE | {"rope_parameters": partial})
+        assert "rope_parameters.partial_rotary_factor is 0.5" in line
+        line = line_of(ModelConfig.from_hf, DENSE | {"partial_rotary_factor": 0.5})
+        assert "json: partial_rotary_factor is 0.5" in line
 
     @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
     def test_dtype(self, key):

@@ -169,7 +169,7 @@ class TestEncode:
                 tok.encode_chat([{"role": "user", "content": "x"}])
             said.append(str(error.value))
 
-        thread = threading.Thread(target=render)
+        thread = threading.Thread(target=render, daemon=True)
         thread.start()
         thread.join(30)
         assert said and words in said[0] and "\n" not in said[0] and len(said[0]) < 200
