@@ -145,7 +145,8 @@ class Line:
         for name, option in (self.positional | self.options).items():
             mark = "" if name in self.positional else "--"
             if option.required and name not in found:
-                raise UsageError(f"{mark or option.metavar}{name if mark else ''} is missing; --help lists the options")
+                label = f"--{name}" if mark else option.metavar or name.upper()
+                raise UsageError(f"{label} is missing; --help lists the options")
             try:
                 setattr(args, name, _value(option, found[name]) if name in found else _default(option))
             except ConfigError as error:

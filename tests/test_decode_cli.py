@@ -458,7 +458,7 @@ def test_damaged_weights_and_tokens_outside_the_model_name_no_flag_that_nobody_g
     monkeypatch.setattr(load, "load_target", loaded)
     monkeypatch.setattr(prompts, "prompt_ids", lambda *_: [5, 70])
     status, _, err = run(capsys, *pair(), "--prompt", "x")
-    assert status == 1 and "prompt: 70 is not a token; ids are 0..63" in err and "prompt_ids" not in err
+    assert status == 1 and "prompt: 70 is no token of the target" in err and "prompt_ids" not in err
 
 
 def test_long_numbers_and_a_device_that_is_not_there(capsys, monkeypatch):

@@ -21,7 +21,7 @@ FLOORS = [
     {"files"},
     {"engine"},
     {"speculate", "baseline", "outcome", "command", "serve"},
-    {"evals", "audit", "doctor", "decode"},
+    {"evals", "audit", "doctor", "methods", "decode"},
     {"training", "train"},
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
