@@ -121,7 +121,7 @@ def _check(args: command.Args) -> None:
         refuse(name in args.given, f"--{name} contradicts --method {args.method}; leave one of them out")
     headless = args.method is not None and not METHODS[args.method].head
     no_head = args.target is not None and args.head is None and not headless
-    refuse(no_head, "--target without --head: name the head, or use --method autoregressive")
+    refuse(no_head, "--target without --head: name the head, or use --method ngram or autoregressive")
     several = args.prompt_file is not None
     recorded = next((name for name in DRAWN if getattr(args, name)), None)
     refuse(recorded and several, f"--{recorded} with --prompt_file: it shows one prompt; use --prompt or --prompt_ids")
@@ -178,7 +178,8 @@ def _load(args: command.Args, tree: TreeConfig, asked: bool) -> Run:
     _say(f"loading {args.target or 'the demo target'}")
     target = load.load_target(path, args.dtype, args.backend)
     if args.method and not METHODS[args.method].head:
-        return Run(args, target, None, tree, args.method)
+        family = METHODS[args.method].family
+        return Run(args, target, load.load_drafter(family, target) if family else None, tree, args.method)
     head = load.load_head(args.head or demo.head_folder(), target)
     name = args.method or methods.usual(head, asked or bool({"budget", "width", "tree"} & args.given))
     return Run(args, target, head, methods.tree(name, tree, head), name)

@@ -13,7 +13,8 @@ class Method(NamedTuple):
     """A drafter and its tree, as `--method` names them.
 
     head: whether it drafts with a head. causal: the block that the head must have, None for either. tree: the tree
-    that it draws with a head, out of what the options say. refused: options that contradict it.
+    that it draws, out of what the options say. refused: options that contradict it. family: of the drafter, where it
+    needs no head.
     """
 
     help: str
@@ -21,6 +22,7 @@ class Method(NamedTuple):
     causal: bool | None
     tree: Callable[[TreeConfig, Any], TreeConfig]
     refused: tuple[str, ...]
+    family: str | None = None
 
 
 def _given(tree: TreeConfig, head) -> TreeConfig:
@@ -37,10 +39,12 @@ def _exact(tree: TreeConfig, head) -> TreeConfig:
 
 
 NO_DRAFT = ("head", "budget", "width", "depth", "tree", "sharpness", "trace", "show_tree", "tree_svg", "compare")
+LOOKED_UP = ("head", "width", "tree", "sharpness")
 METHODS = {
     "jetspec": Method("a tree from a head's block", True, None, _given, ()),
     "dflash": Method("the chain of a bidirectional head", True, False, _chain, ("budget", "width", "tree")),
     "ddtree": Method("the most probable tree of a bidirectional head", True, False, _exact, ("width", "tree")),
+    "ngram": Method("what followed the last tokens before, without a head", False, None, _given, LOOKED_UP, "ngram"),
     "autoregressive": Method("no draft", False, None, _given, NO_DRAFT),
 }
 

@@ -389,6 +389,17 @@ def test_the_method_is_the_heads_family_unless_a_tree_is_asked_for(capsys, tmp_p
     assert json.loads(run(capsys, *pair(), *ids([11]), "--max_new_tokens=1", "--json")[1])["method"] == "jetspec"
 
 
+def test_ngram_needs_no_head(capsys):
+    common = ("--target", PAIR / "target", *ids([5, 9, 5, 9, 5]), "--max_new_tokens=12", "--json")
+    status, out, err = run(capsys, *common, "--method=ngram", "--compare", "--budget=6")
+    got = json.loads(out)
+    assert status == 0 and got["method"] == "ngram" and got["compare"]["equal"], err
+    for option in ("--head=x", "--tree=best_first", "--width=3", "--sharpness=1"):
+        status, _, err = run(capsys, *common, "--method=ngram", option)
+        assert status == 2 and "contradicts --method ngram" in err
+    assert run(capsys, *common, "--method=synthetic")[0] == 2  # its tokens say nothing: no command offers it
+
+
 def test_ddtree_is_the_tree_that_no_width_cuts(capsys, tmp_path):
     folder = FIXTURES / "dense_bidirectional"
     trace = tmp_path / "t.npz"
