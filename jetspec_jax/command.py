@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jetspec_jax import outcome
-from jetspec_jax.options import DTYPES, ConfigError, Option, SamplingConfig, TreeConfig, shown, table
+from jetspec_jax.fields import ConfigError, Option, shown, table
+from jetspec_jax.options import DTYPES, SamplingConfig, TreeConfig
 
 SAMPLING, TREE = table(SamplingConfig), table(TreeConfig)
 DTYPE = Option("dtype", "choice", "Dtype of the weights. Default: the file's.", choices=DTYPES)

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jetspec_jax import command
-from jetspec_jax.fields import ConfigError, shown
+from jetspec_jax.fields import ConfigError, Option, shown
 from jetspec_jax.files import text
-from jetspec_jax.options import Option
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
