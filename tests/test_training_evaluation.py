@@ -69,7 +69,7 @@ def test_overfit_drafts_close_to_the_block_limit(answered, tmp_path, capsys):
     for name in ("acceptance", "every_anchor"):
         assert got[name] == pytest.approx(wanted[name]), name
     assert got["agreement"] == wanted["agreement"] and got["conditional"] == wanted["conditional"]
-    assert 1.2 < got["acceptance"]["2"] < got["acceptance"]["8"] < walked and 0.3 < got["agreement"][1] < 0.95
+    assert 1.2 < got["acceptance"]["2"] < got["acceptance"]["8"] < walked and 0.3 < got["agreement"][1] < 1
 
 
 def test_evaluation_counts_rounds_depths_and_ranks():
