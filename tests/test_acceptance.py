@@ -6,7 +6,7 @@ import pathlib
 import pytest
 import tiny
 
-from jetspec_jax import speculate
+from jetspec_jax import doctor, speculate
 from jetspec_jax.config import SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
 from jetspec_jax.files import load
@@ -68,3 +68,14 @@ def test_a_changed_token_is_reported_with_its_margin(pair):
     report = acceptance.differing(target, PROMPTS, outputs, sampling, batch=4)
     assert (report["equal"], report["different"]) == (3, 1)
     assert report["largest_margin"] > 1e-4
+
+
+def test_a_row_that_breaks_is_no_figure(pair, monkeypatch):
+    """What a broken row gave out until then would be averaged with the others."""
+    base = speculate.generate(tiny.target("dense"), None, [1], None, SamplingConfig(1))
+    results = [base, dataclasses.replace(base, error="not finite")]
+    monkeypatch.setattr(speculate, "generate", lambda *_: results)
+    with pytest.raises(speculate.DecodeError, match="prompt 2 of 2: not finite"):
+        acceptance.measure(*pair, [[1], [2]], TreeConfig(4), SamplingConfig(1), batch=2)
+    with pytest.raises(speculate.DecodeError, match="prompt 2 of 2: not finite"):
+        doctor.measure(*pair, [[1], [2]], 1)

@@ -146,7 +146,9 @@ def test_prompts_are_read(given, prompts, single):
     [
         {"prompt": "x"}, {}, {1, 2}, {"a"}, frozenset({3}), b"bytes", iter([1, 2]), (i for i in [1]), range(3), 5, None,
         1.5, [1.5], [[1.5]], [None], [{"role": "user", "content": "x"}], [b"x"], [[1], {2}], [], {"input_ids": "text"},
-        {"input_ids": [1.5]}, [[[1]]], np.array(3), np.array([1.5]),
+        {"input_ids": [1.5]}, [[[1]]], np.array(3), np.array([1.5]), [True, False], [[True]], np.array([True]),
+        Ids(input_ids=ONE, attention_mask=[1]), Ids(input_ids=ONE, attention_mask=5), {"x" * 10_000: 1},
+        Ids(input_ids=TWO, attention_mask=[1, 1]), Ids(input_ids=[ONE, ONE], attention_mask=[[1, 1, 1]]),
     ],
     ids=lambda given: type(given).__name__,
 )  # fmt: skip
