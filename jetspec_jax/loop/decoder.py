@@ -121,9 +121,10 @@ def prefill_recorded(decoder: Decoder, params: dict, request: Request) -> tuple[
 
 
 def _read(decoder: Decoder, params: dict, request: Request):
-    """Returns the filled cache, the draft's state, and of each prompt the last token's hidden state [B, 1, E] and whether
-    its keys and values are finite in every layer: attention takes a fresh value that is not for 0, so that the logits
-    would look sound.
+    """Returns the filled cache, the draft's state, each prompt's last hidden state [B, 1, E], and whether it is sound.
+
+    A prompt is sound when its keys and values are finite in every layer: attention takes a fresh value that is not for
+    0, so that the logits would not tell.
 
     Longer prompts are read chunk by chunk up to the longest row, in one loop, so that neither scores nor features grow
     with the prompt. What a chunk computes after a row's own length lands in slots that are never read.
