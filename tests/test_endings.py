@@ -82,6 +82,26 @@ def test_stop_text(ids, stops, include, after, sizes):
     assert (text.found is None) or text.found in stops
 
 
+class Held:
+    """A decoder that still holds half a character: a token may be a space and the first bytes of an emoji."""
+
+    def stream_decoder(self):
+        return self
+
+    def push(self, ids):
+        return " " * len(ids)
+
+    def finish(self):
+        return "\ufffd"
+
+
+def test_nothing_comes_after_a_stop_string():
+    text = StopText(Held(), [" "], include=True)
+    text.push([0])
+    text.finish()
+    assert text.settled == " "
+
+
 def same(got, plain, **more):
     """All that both results say of tokens, text and ends; and the counts agree (FC-10, FC-11)."""
     for name in ("token_ids", "text", "finish_reason", "stopped_by", "new_tokens", "prompt_tokens", "logprobs"):
