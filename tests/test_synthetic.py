@@ -61,20 +61,6 @@ def test_a_head_inside_bounds_the_depth():
     assert synthetic.build(config, inner=tiny.head(True).draft)[0].depth == 4
 
 
-def test_a_wrong_draft_is_wrong_for_the_last_token_too():
-    """The script says V - 1 alone, and no draft is right: each round commits the bonus and nothing else."""
-    config = SyntheticConfig(1.0, tiny.VOCAB, 2)
-    target, head = pair(1.0, depth=2)
-    last = jnp.full(7, tiny.VOCAB - 1, jnp.int32)
-    target = dataclasses.replace(target, params=target.params | {"script": last})
-    head = tiny.LoadedHead(synthetic.build(config)[0], head.params | {"script": last})
-    # As wide as the vocabulary, so that whatever is ranked evenly would be in the tree.
-    got = speculate.generate(target, head, PROMPT, TreeConfig(64, width=64), SamplingConfig(8))
-    assert got.token_ids == [tiny.VOCAB - 1] * 8
-    wrong = speculate.generate(target, head, PROMPT, TreeConfig(2, width=1), SamplingConfig(8))
-    assert wrong.accept_lengths == [1] * 7
-
-
 def test_positions_survive_16_bits():
     """A position is carried as digits that bfloat16 holds exactly."""
     positions = jnp.arange(0, synthetic.BASE**synthetic.DIGITS, 9973)
