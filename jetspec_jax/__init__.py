@@ -10,7 +10,8 @@ Dimension legend, used in signatures, einsum letters and comments of the whole p
 
     B batch          T tree nodes or fresh rows   S cache slots      P prompt rows
     D draft depth    W width                      L layers           N query heads
-    K kv heads       H head dim                   E embed            F feed-forward (of a head: tapped features)
+    K kv heads       G query heads of a kv head   M query rows of a kv head, T * G
+    H head dim       E embed                      F feed-forward (of a head: tapped features)
     X experts        V vocabulary                 C context rows     R rows, as said beside
     A anchors of a sequence (training)
 """

@@ -15,7 +15,7 @@ from jetspec_jax import speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.engine import programs, requests
 from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.geometry import Geometry, Words, power, used
+from jetspec_jax.engine.geometry import Geometry, Words, used
 from jetspec_jax.engine.rows import Row
 from jetspec_jax.files import inputs
 from jetspec_jax.loop.decoder import Decoder, rounds
@@ -224,4 +224,3 @@ def test_geometry_names_the_options_that_are_used():
         "temperature", "top_k", "top_p", "min_p", "penalties", "bias", "bad_words", "min_length", "logprobs",
     }  # fmt: skip
     assert Geometry.fit([[1]], [every], PLAIN, 512).words == Words(4, 4, 2)
-    assert [power(n, 1) for n in (1, 2, 3, 8, 9)] == [1, 2, 4, 8, 16]

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import tiny
 
-from jetspec_jax.backends import choose, hopper, tpu
+from jetspec_jax.backends import hopper
 from jetspec_jax.backends.cudnn import CuDNN
 from jetspec_jax.backends.hopper import Hopper
 from jetspec_jax.backends.kernels import gpu_attention, gpu_layer, gpu_loop
-from jetspec_jax.backends.tpu import TPU
 from jetspec_jax.backends.xla import PLAIN_XLA, XLA
-from jetspec_jax.config import ConfigError
 from jetspec_jax.drafts import block
 from jetspec_jax.layers import attention, masks, rope
 from jetspec_jax.layers import cache as kv_cache
@@ -263,35 +261,6 @@ def test_lossless_in_f32(kind):
         got = tiny.outputs(tiny.decode(static, params, asked))
         wanted = wanted or got
         assert got == wanted, (how, rows)
-
-
-def test_a_tpu_gets_its_own_attention_and_no_other_kernel(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    monkeypatch.setattr(tpu.tpu_attention, "attend", lambda q, *rest: jnp.zeros((1, 3, 4, 64)))
-    how = choose.resolve("pallas", "bfloat16", 128)
-    assert how == TPU() != PALLAS and choose.resolve("auto", "bfloat16", 128) == PLAIN_XLA
-    assert all(getattr(TPU, name) is getattr(XLA, name) for name in ("matmul", "add_norm", "heads", "commit", "grow"))
-    x = normal(0, jnp.float32)
-    q, fresh, mask = x(1, 3, 4, 64), (x(1, 2, 3, 64), x(1, 2, 3, 64)), masks.causal(3)
-    assert not how.attend(q, fresh, mask).any()
-    odd = x(1, 2, 100, 64), x(1, 2, 100, 64)  # 100 slots are no whole tiles
-    near(
-        how.attend(q, fresh, mask, odd, jnp.array([7])),
-        PLAIN_XLA.attend(q, fresh, mask, odd, jnp.array([7])),
-        q.dtype,
-    )
-
-
-def test_resolve():
-    assert choose.resolve("auto", "float32", 64) == PLAIN_XLA  # the CPU of this suite; f32 on a GPU too
-    assert choose.resolve("pallas", "float32", 128) == PALLAS
-    for choice, dtype, dim, message in [
-        ("flash", "float32", 64, "backend='flash'"),
-        ("pallas", "float32", 80, "head_dim=80"),
-        ("cudnn", "float32", 64, "16-bit"),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            choose.resolve(choice, dtype, dim)
 
 
 @pytest.mark.gpu

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetspec_jax import baseline, speculate
-from jetspec_jax.backends import choose
 from jetspec_jax.backends.hopper import Hopper
 from jetspec_jax.backends.kernels import tpu_attention
 from jetspec_jax.backends.tpu import TPU
@@ -296,12 +295,3 @@ def test_every_backend_that_runs_f32(name, monkeypatch):
     said = tiny.request([[3, 1, 4, 1, 5], [9, 0]], 12, **options)
     alone = tiny.decode(static, {"target": broken, "draft": draft}, said)
     assert alone.reason.tolist() == [LENGTH, NONFINITE] and tiny.outputs(alone) == [tiny.outputs(wanted)[0], []]
-
-
-def test_cudnn_in_f32_is_refused(monkeypatch):
-    """For its dtype, also where there is the GPU."""
-    for backend in ("cpu", "gpu"):
-        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        with pytest.raises(ConfigError, match=r"^backend=cudnn: .*16-bit weights \(dtype=float32\); use xla$"):
-            choose.resolve("cudnn", "float32", 128)
-    assert choose.resolve("cudnn", "bfloat16", 128).name == "cudnn"

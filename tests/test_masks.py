@@ -45,6 +45,12 @@ def test_depth_bounds_the_walk(depth):
         assert mask[i].nonzero()[0].tolist() == list(range(max(0, i - depth), i + 1))
 
 
+@pytest.mark.parametrize("depth", range(10))
+def test_a_chain_as_deep_as_was_said(depth):
+    parents = [*range(-1, depth), *[-1] * (9 - depth)]
+    assert (masks.ancestors(jnp.array([parents]), depth)[0] == oracles.ancestors(parents)).all()
+
+
 def test_no_row_is_empty_and_nobody_sees_padding():
     mask = masks.ancestors(jnp.array([[-1, 0, -1, -1]]), 2)[0]
     assert mask.any(1).all()

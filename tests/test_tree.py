@@ -223,3 +223,19 @@ def test_ancestor_mask_of_built_trees():
         mask = masks.ancestors(jnp.asarray(built.parents), 4)
         for row in range(2):
             assert (mask[row] == oracles.ancestors(built.parents[row].tolist())).all()
+
+
+@pytest.mark.parametrize("vocab,k", [(5003, 1), (5003, 16), (5003, 20), (40_000, 64), (5003, 700)])
+def test_top_k_of_a_long_axis_is_that_of_one_sort(vocab, k):
+    """In two stages, in the first, in the second alone and in none; few different values, so that most are equal, and
+    of equals the first wins; rows of one value, of fewer numbers than k, and with the best at the very end.
+    Of NaN nothing is promised: `candidates` drops such a row."""
+    draw = np.random.default_rng(k)
+    x = np.concatenate([draw.integers(0, 6, (2, vocab)), draw.standard_normal((5, vocab))]).astype(np.float32)
+    x[2], x[3, : vocab - k // 2 - 1] = 1.0, -np.inf
+    x[4, -k:] += 10  # in few pieces
+    x[5, :: vocab // k] += 10  # in a piece each
+    value, token = jax.jit(tree.top_k, static_argnums=1)(x, k)
+    wanted, order = jax.lax.top_k(x, k)
+    np.testing.assert_array_equal(value, wanted)
+    np.testing.assert_array_equal(token, order)

@@ -41,6 +41,6 @@ def _part(q, k, v, low, high) -> attention.Partial:
     def split(x):
         return x.astype(jnp.float32).reshape(batch, rows, kv_heads, groups, -1).transpose(0, 2, 3, 1, 4)
 
-    seen = (high > 0)[:, None, None, None]
+    seen = (high > 0)[:, None, None, None]  # it takes no length of zero, so there it has read a slot too many
     peak = jnp.where(seen, split(lse)[..., 0], attention.MASKED)
-    return attention.Partial(peak, jnp.ones_like(peak), split(out))
+    return attention.Partial(peak, jnp.ones_like(peak), jnp.where(seen[..., None], split(out), 0))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 
+from jetspec_jax.layers.numerics import power
 from jetspec_jax.loop.contracts import Draft
 from jetspec_jax.options import MIN_TEMPERATURE, SamplingConfig
 
@@ -64,7 +65,7 @@ class Geometry:
         capacity = slots((longest if chunked else max(longest, prompt)) + spare)
         bad = [word for option in options for word in option.bad_words]
         return cls(
-            batch=power(len(prompts), 1),
+            batch=power(len(prompts)),
             capacity=capacity,
             nodes=draft.nodes,
             prompt=capacity - spare if chunked else prompt,  # any number of chunks is one program
@@ -72,7 +73,7 @@ class Geometry:
             words=Words(
                 bias=listed(len(option.logit_bias) for option in options),
                 bad=listed(len(option.bad_words) for option in options),
-                tokens=power(max(map(len, bad)), 1) if bad else 0,
+                tokens=power(max(map(len, bad))) if bad else 0,
             ),
             options=frozenset().union(*(used(option) for option in options)),
         )
@@ -90,7 +91,7 @@ class Geometry:
 
 def budget_nodes(budgets: Sequence[int]) -> int:
     """Returns the tree nodes that rows of these budgets need."""
-    return power(max(budgets), 1)
+    return power(max(budgets))
 
 
 def ends(option: SamplingConfig) -> list[int]:
@@ -114,11 +115,6 @@ def used(option: SamplingConfig) -> frozenset[str]:
     if option.min_new_tokens:
         names.add("min_length")
     return frozenset(names)
-
-
-def power(size: int, smallest: int) -> int:
-    """Returns the next power of two, of at least `smallest`."""
-    return max(smallest, 1 << (size - 1).bit_length())
 
 
 def slots(count: int) -> int:

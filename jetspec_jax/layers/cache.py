@@ -1,7 +1,7 @@
-"""K/V cache: a tuple with one (k, v) pair per layer, each [B, K, S, H].
+"""The K/V cache: a tuple with one (k, v) pair a layer, each [B, K, S, H].
 
-Slots 0..length-1 of a row are valid, whatever lies behind them is never read. The layout
-[B, K, slots, H] is also that of fresh keys and values, so a commit moves rows and nothing else.
+Slots 0..length-1 of a row are valid. What lies after them may be anything, NaN too: whoever reads the cache keeps it
+out. The layout is also that of fresh keys and values [B, K, T, H], so a commit moves rows and nothing else.
 """
 
 from __future__ import annotations
@@ -15,27 +15,30 @@ Cache = tuple[KV, ...]
 
 
 def init(num_layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype) -> Cache:
-    """An empty cache of `capacity` slots a row."""
+    """Returns an empty cache of `capacity` slots a row."""
     shape = (batch, kv_heads, capacity, head_dim)
     return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_layers))
 
 
 def write(cache: Cache, new: Cache, start: Int[Array, " B"]) -> Cache:
-    """Writes the rows of `new` [B, K, R, H] to slots start..start+R-1 of each row.
+    """Writes the rows of `new` [B, K, R, H] to slots start..start+R-1 of each row, and returns the cache.
 
-    The caller keeps start + R <= S (`speculate.capacity_for` sizes the buffers so): a write past the end would be
+    The caller keeps start + R <= S (`engine.geometry.Geometry` sizes the buffers so): a write past the end would be
     shifted back over the prefix.
     """
+
+    def put(old, fresh, first):
+        return jax.lax.dynamic_update_slice(old, fresh, (0, first, 0))
 
     def one(old, fresh):
         if old.shape[0] == 1:  # one contiguous write, no scatter
             return jax.lax.dynamic_update_slice(old, fresh, (0, 0, start[0], 0))
-        return jax.vmap(lambda o, r, s: jax.lax.dynamic_update_slice(o, r, (0, s, 0)))(old, fresh, start)
+        return jax.vmap(put)(old, fresh, start)
 
     return tuple((one(k, nk), one(v, nv)) for (k, v), (nk, nv) in zip(cache, new, strict=True))
 
 
 def take(new: Cache, rows: Int[Array, "B R"]) -> Cache:
-    """Gathers rows of fresh K/V [B, K, T, H] along T: the accepted path, before it is written."""
+    """Gathers rows of fresh K/V [B, K, T, H] along T: the accepted path, on its way into the cache."""
     index = rows[:, None, :, None]
     return tuple((jnp.take_along_axis(k, index, 2), jnp.take_along_axis(v, index, 2)) for k, v in new)

@@ -7,12 +7,12 @@ from jaxtyping import Array, Bool, Int
 
 
 def causal(length: int) -> Bool[Array, "1 T T"]:
-    """[1, T, T]: row i sees rows 0..i."""
+    """Returns [1, T, T], in which row i sees rows 0..i."""
     return jnp.tril(jnp.ones((1, length, length), bool))
 
 
 def ancestors(parents: Int[Array, "B T"], depth: int) -> Bool[Array, "B T T"]:
-    """[B, T, T]: node i sees itself and its ancestors, of which no node has more than `depth`.
+    """Returns [B, T, T], in which node i sees itself and its ancestors, of which no node has more than `depth`.
 
     Parents come before children and the root's parent is -1. Every row has its own column, also padding rows, so that
     no softmax row is empty.

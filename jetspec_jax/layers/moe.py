@@ -17,10 +17,18 @@ def feed_forward(
     experts_per_token: int,
     normalize_top_k: bool,
 ) -> Float[Array, "B T E"]:
-    """SwiGLU experts of Qwen3-MoE; gate_up holds gate and up side by side.
+    """Returns what the chosen SwiGLU experts of Qwen3-MoE make of each row, weighed by the router.
 
     Rows are sorted by expert and multiplied in ragged groups, so every routed row is computed, whatever the balance:
-    a capacity limit would make a row's result depend on its batch mates. Router probabilities are f32.
+    a capacity limit would make a row's result depend on its batch mates.
+
+    Args:
+      x: normed rows.
+      router: its probabilities are computed in f32.
+      gate_up: gate and up of each expert side by side.
+      down: of each expert.
+      experts_per_token: experts that a row is sent to.
+      normalize_top_k: whether their weights are made to sum to one.
     """
     batch, rows, hidden = x.shape
     flat = x.reshape(-1, hidden)
@@ -32,9 +40,11 @@ def feed_forward(
     order = jnp.argsort(expert.reshape(-1), stable=True)  # routed rows, grouped by expert
     source = order // experts_per_token
     sizes = jnp.bincount(expert.reshape(-1), length=router.shape[1]).astype(jnp.int32)
-    ragged = lambda a, w: jax.lax.ragged_dot(
-        a, w, sizes, precision=precision(a.dtype), preferred_element_type=jnp.float32
-    ).astype(a.dtype)
+
+    def ragged(a, w):
+        wide = jax.lax.ragged_dot(a, w, sizes, precision=precision(a.dtype), preferred_element_type=jnp.float32)
+        return wide.astype(a.dtype)
+
     gate, up = jnp.split(ragged(flat[source], gate_up.reshape(*gate_up.shape[:2], -1)), 2, axis=-1)
     out = ragged(jax.nn.silu(gate) * up, down)
     # Back in the order of the rows, so that each adds its experts in one fixed order: a scatter would add them in any.

@@ -1,4 +1,4 @@
-"""Matrix product and RMSNorm with the package's precision rules."""
+"""Matrix product and RMSNorm with the package's precision rules, and the size that arrays are padded to."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def narrow(function: Function) -> Function:
 
 
 def precision(dtype) -> jax.lax.Precision:
-    """float32 products keep all their bits (a GPU would use TF32 otherwise); 16-bit ones run as they are."""
+    """Returns how a product is computed: f32 keeps all its bits (a GPU would use TF32), 16 bits run as they are."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 def einsum(spec: str, x: jax.Array, w: jax.Array, out: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """`jnp.einsum` accumulated in f32, returned in `out` or the dtype of `x`.
+    """Computes `jnp.einsum`, accumulated in f32 and returned in `out` or the dtype of `x`.
 
     The product itself returns that dtype: its units accumulate in f32 anyway, and a cast of its own would cost a pass
     over memory.
@@ -61,8 +61,13 @@ def _backward(spec, out, operands, cotangent):
 _einsum.defvjp(_forward, _backward)
 
 
+def power(size: int, smallest: int = 1) -> int:
+    """Returns the next power of two, of at least `smallest`."""
+    return max(smallest, 1 << (size - 1).bit_length())
+
+
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last axis: f32 inside, cast back, then scaled (the order of Qwen3)."""
+    """Norms the last axis by its root mean square: f32 inside, cast back, then scaled (the order of Qwen3)."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return wide.astype(x.dtype) * weight

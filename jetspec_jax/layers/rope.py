@@ -14,7 +14,7 @@ Rope = tuple[jax.Array, jax.Array]  # cosines and sines, [B, T, H/2] f32
 
 
 def angles(positions: Int[Array, "B T"], head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Rope:
-    """Cosines and sines [B, T, H/2] in f32; 16-bit frequencies would dephase with the position.
+    """Returns cosines and sines [B, T, H/2] in f32; 16-bit frequencies would dephase with the position.
 
     Every rule is a function of the position alone, so a row is rotated alike in a prompt, in a chunk and in a tree.
     """
@@ -27,7 +27,7 @@ def angles(positions: Int[Array, "B T"], head_dim: int, theta: float, scaling: R
 def inverse_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None, positions: Int[Array, "B T"]
 ) -> Float[Array, "*rows half"]:
-    """[H/2] f32; [B, T, H/2] for `dynamic`, the only rule that looks at the position.
+    """Returns [H/2] f32, or [B, T, H/2] for `dynamic`, the only rule that looks at the position.
 
     Formulas and f32 arithmetic are those of transformers' `modeling_rope_utils`.
     """
@@ -54,7 +54,10 @@ def _dynamic(s: RopeScaling, theta: float, head_dim: int, exponent, positions) -
 
 def _yarn(s: RopeScaling, theta: float, head_dim: int, inverse) -> jax.Array:
     """Fast channels stay, slow ones are divided by the factor, with a ramp between (arXiv 2309.00071)."""
-    channel = lambda turns: head_dim * math.log(s.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    def channel(turns: float) -> float:
+        return head_dim * math.log(s.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
     low, high = channel(s.beta_fast), channel(s.beta_slow)
     if s.truncate:
         low, high = math.floor(low), math.ceil(high)

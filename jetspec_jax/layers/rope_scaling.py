@@ -50,8 +50,11 @@ class RopeScaling:
             raise ValueError(f"beta_fast={self.beta_fast}: give a value of at least beta_slow={self.beta_slow}")
 
     def context_length(self, max_positions: int) -> int:
-        """Positions that the target may use: the file's `max_position_embeddings` names the unscaled length for
-        `linear` and `dynamic`, either one for `yarn`, and the whole for `llama3`."""
+        """Returns how many positions the target may use.
+
+        The file's `max_position_embeddings` names the unscaled length for `linear` and `dynamic`, either one for
+        `yarn`, and the whole for `llama3`.
+        """
         stretched = {
             "linear": max_positions * self.factor,
             "dynamic": max_positions * self.factor,
@@ -93,7 +96,7 @@ class RopeScaling:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The dict that `from_hf` reads, in the old spelling's keys."""
+        """Returns the dict that `from_hf` reads, in the old spelling's keys."""
         values: dict[str, Any] = {"rope_type": self.kind, "factor": self.factor}
         if self.kind in ("yarn", "llama3"):
             values["original_max_position_embeddings"] = self.original_length

@@ -22,17 +22,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from jetspec_jax.layers.attention import MASKED
 from jetspec_jax.layers.cache import KV
-from jetspec_jax.layers.numerics import precision
+from jetspec_jax.layers.numerics import power, precision
 
-MASKED = -1e30  # finite, as in `attention`
 SLOTS = 64  # keys a step of the online softmax
 PROGRAMS = 128  # of one launch: about one for each of an H200's 132 multiprocessors
 PARTS = 16  # of a prefix at most
 
 
 def supported(head_dim: int) -> bool:
-    """Tiles are powers of two, of at least 16."""
+    """Whether a head fits the tiles, which are powers of two of at least 16."""
     return head_dim >= 16 and head_dim & (head_dim - 1) == 0
 
 
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 
 
 def plan(pairs: int, rows: int) -> Plan:
-    """For `rows` queries of each of `pairs` kv heads of the batch."""
+    """Returns the cut for `rows` queries of each of `pairs` kv heads of the batch."""
     block = min(64, max(16, power(rows)))
     programs = pairs * pl.cdiv(rows, block)
     return Plan(block, SLOTS, min(PARTS, max(1, power(PROGRAMS // programs or 1))))
@@ -63,9 +63,16 @@ def attend(
     interpret: bool = False,
     cut: Plan | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Queries of M = T * G rows a kv head (the G heads of a node side by side) over all keys; [B, T, N, H].
+    """Returns the attention [B, T, N, H] of all queries to the committed prefix and to the masked fresh rows.
 
-    Other arguments as of `attention.attend`.
+    Args:
+      q: M = T * G queries of each kv head, the G heads of a node side by side.
+      fresh: keys and values [B, K, R, H].
+      mask: which of the R fresh rows each node sees.
+      prefix: one layer of the cache, or None.
+      length: slots of the prefix that are committed; nothing after them is read.
+      interpret: runs without a GPU.
+      cut: how the work is cut; None is the rule of `plan`.
     """
     batch, kv_heads, rows, dim = q.shape
     nodes, keys = mask.shape[1:]
@@ -104,7 +111,7 @@ def _kernel(
     live = first + jnp.arange(block) < rows
     length = length_ref[pair // kv_heads]
     dim = q_ref.shape[-1]
-    spread = lambda x, shape: jnp.broadcast_to(x, shape)
+    spread = jnp.broadcast_to
     row, whole = pl.ds(first, block), spread(live[:, None], (block, dim))
     q = plgpu.load(q_ref.at[pair, row, :], mask=whole, other=0)
     scale = math.log2(math.e) / math.sqrt(dim)
@@ -183,8 +190,3 @@ def _join(value, peak, total, sizes, dtype, interpret):
         name="join_parts",
     )(value, peak, total)
     return out.reshape(batch, nodes, kv_heads * groups, dim)
-
-
-def power(size: int) -> int:
-    """The next power of two."""
-    return 1 << (size - 1).bit_length()

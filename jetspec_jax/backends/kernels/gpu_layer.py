@@ -16,8 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from jetspec_jax.backends.kernels.gpu_attention import power
-from jetspec_jax.layers.numerics import precision
+from jetspec_jax.layers.numerics import power, precision
 from jetspec_jax.layers.rope import Rope
 
 PARTS = (1, 2, 3, 4, 6, 8)  # that a sum may be cut into
@@ -41,7 +40,7 @@ class Tile(NamedTuple):
 
 
 def tile(rows: int, inner: int, columns: int) -> Tile:
-    """For [rows, inner] x [inner, columns], by bench/products.py; a sum in as many parts as run at once."""
+    """Returns the tile for [rows, inner] x [inner, columns], by bench/products.py; its parts run at once."""
     deep, wide = (next(d for d in sizes if size % d == 0) for sizes, size in (((64, 32), inner), ((128, 64), columns)))
     block, each = min(64, max(16, power(rows))), 2  # programs that share a multiprocessor
     if rows <= 32:
@@ -58,7 +57,7 @@ def tile(rows: int, inner: int, columns: int) -> Tile:
 
 
 def glu_tile(rows: int, inner: int, columns: int) -> Tile:
-    """The same for two products side by side, each with its own columns."""
+    """Returns the tile for two products side by side, each with its own columns."""
     deep = next(d for d in (64, 32) if inner % d == 0)
     return Tile(min(64, max(16, power(rows))), 128 if columns % 128 == 0 else 64, deep, 1, 4, 4)
 
@@ -66,8 +65,8 @@ def glu_tile(rows: int, inner: int, columns: int) -> Tile:
 @functools.partial(jax.jit, static_argnames=("interpret", "cut"))
 def matmul(
     x: Float[Array, "R A"], w: Float[Array, "A O"], interpret: bool = False, cut: Tile | None = None
-) -> Float[Array, "S R O"]:
-    """Partial sums in f32 of `x @ w`; their number S follows from the sizes."""
+) -> Float[Array, "parts R O"]:
+    """Returns partial sums in f32 of `x @ w`, as many as suit the sizes."""
     rows, inner = x.shape
     columns = w.shape[1]
     block, wide, depth, parts, warps, stages = cut or tile(rows, inner, columns)
@@ -100,7 +99,7 @@ def matmul(
 def swiglu(
     x: Float[Array, "R E"], gate_up: Float[Array, "E 2 F"], interpret: bool = False, cut: Tile | None = None
 ) -> Float[Array, "R F"]:
-    """silu(x @ gate) * (x @ up) without the two products in memory."""
+    """Returns silu(x @ gate) * (x @ up); the two products never are in memory."""
     rows, inner = x.shape
     columns = gate_up.shape[2]
     block, wide, depth, _, warps, stages = cut or glu_tile(rows, inner, columns)
@@ -142,10 +141,10 @@ def _dot(x, w):
 
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def add_norm(
-    x: Float[Array, "R E"], parts: Float[Array, "S R E"] | None, weight: Float[Array, " E"], eps: float,
+    x: Float[Array, "R E"], parts: Float[Array, "parts R E"] | None, weight: Float[Array, " E"], eps: float,
     interpret: bool = False,
 ) -> tuple[Float[Array, "R E"], Float[Array, "R E"]]:  # fmt: skip
-    """The residual stream with the sum of `parts` added, and its RMSNorm."""
+    """Returns the residual stream with the sum of `parts` added, and its RMSNorm."""
     rows, size = x.shape
     wide = power(size)
 
@@ -179,16 +178,22 @@ def add_norm(
 
 @functools.partial(jax.jit, static_argnames=("eps", "dtype", "interpret"))
 def heads(
-    parts: Float[Array, "S B T K GH"],
+    parts: Float[Array, "parts B T K _"],
     norms: tuple[Float[Array, " H"], Float[Array, " H"]] | None,
     angles: Rope,
     eps: float,
     dtype,
     interpret: bool = False,
-) -> tuple[Float[Array, "B K R H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
-    """Queries (R = T * G rows a kv head), keys and values out of the fused product; q and k normed and rotated.
+) -> tuple[Float[Array, "B K M H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
+    """Splits the fused product into queries, keys and values, and norms and rotates queries and keys.
 
-    parts: partial sums; the last axis holds G queries, a key and a value of one kv head. norms: of q and k.
+    Args:
+      parts: partial sums of the product; the last axis holds G queries, a key and a value of one kv head.
+      norms: of queries and keys, or None.
+      angles: of the rows' positions.
+      eps: of the norms.
+      dtype: of the result.
+      interpret: runs without a GPU.
     """
     splits, batch, nodes, kv_heads, width = parts.shape
     half = angles[0].shape[-1]

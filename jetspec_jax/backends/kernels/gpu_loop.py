@@ -13,15 +13,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from jetspec_jax.backends.kernels.gpu_attention import power
 from jetspec_jax.layers.cache import Cache
+from jetspec_jax.layers.numerics import power
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "interpret"))
 def grow(
     logp: Float[Array, "B D W"], token: Int[Array, "B D W"], rows: int, interpret: bool = False
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"], Int[Array, " B"]]:
-    """Tokens (the root's is 0), parents, depths and the number of nodes of the `rows` - 1 most probable paths.
+    """Returns tokens (the root's is 0), parents, depths and number of nodes of the `rows` - 1 most probable paths.
 
     One program a row pops nodes in order of score. An open slot of the search is a node with its next unused child, so
     a pop opens two: the popped node's first child, and its parent's next one.
@@ -32,7 +32,9 @@ def grow(
     def kernel(logp_ref, token_ref, tokens_ref, parents_ref, depths_ref, size_ref):
         b, slot = pl.program_id(0), jnp.arange(wide)
         none = jnp.float32(-jnp.inf)
-        pick = lambda x, hit: jnp.where(hit, x, jnp.zeros_like(x)).sum()
+
+        def pick(x, hit):
+            return jnp.where(hit, x, jnp.zeros_like(x)).sum()
 
         def pop(n, carry):
             open_score, score, depths, rank, tokens, parents, size = carry

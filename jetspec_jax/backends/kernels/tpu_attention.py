@@ -31,10 +31,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
+from jetspec_jax.layers.attention import MASKED
 from jetspec_jax.layers.cache import KV
 from jetspec_jax.layers.numerics import precision
 
-MASKED = -1e30  # finite, as in `attention`
 LANES = 128
 ROWS = 256  # queries a program
 CHUNK = 512  # prefix slots a copy, at most
@@ -54,9 +54,15 @@ def attend(
     length: Int[Array, " B"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B T N H"]:
-    """Queries of M = T * G rows a kv head (the G heads of a node side by side) over all keys; [B, T, N, H].
+    """Returns the attention [B, T, N, H] of all queries to the committed prefix and to the masked fresh rows.
 
-    Other arguments as of `attention.attend`; `supported` says which prefix a TPU can take.
+    Args:
+      q: M = T * G queries of each kv head, the G heads of a node side by side.
+      fresh: keys and values [B, K, R, H].
+      mask: which of the R fresh rows each node sees.
+      prefix: one layer of the cache, of as many slots as `supported` takes, or None.
+      length: slots of the prefix that are committed; nothing after them is used.
+      interpret: runs without a TPU.
     """
     batch, kv_heads, rows, dim = q.shape
     nodes, count = mask.shape[1:]
