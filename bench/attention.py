@@ -30,8 +30,8 @@ from jetspec_jax import command
 from jetspec_jax.backends.cudnn import CuDNN
 from jetspec_jax.backends.hopper import Hopper
 from jetspec_jax.backends.xla import PLAIN_XLA
+from jetspec_jax.fields import Option
 from jetspec_jax.layers import masks
-from jetspec_jax.options import Option
 
 CHOICES = ("xla", "cudnn", "pallas")
 LINE = command.Line(

@@ -33,10 +33,10 @@ import timing
 
 from jetspec_jax import command
 from jetspec_jax.engine.programs import program
+from jetspec_jax.fields import Option, shown
 from jetspec_jax.layers import masks
 from jetspec_jax.loop import decoder, tree
 from jetspec_jax.loop.plain import PLAIN
-from jetspec_jax.options import Option, shown
 from jetspec_jax.training import flops
 
 LINE = command.Line(

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import jax
 
 from jetspec_jax import command
-from jetspec_jax.options import ConfigError, Option
+from jetspec_jax.fields import ConfigError, Option
 
 LINE = command.Line(
     __doc__,

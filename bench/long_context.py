@@ -28,12 +28,12 @@ import timing
 
 from jetspec_jax import command
 from jetspec_jax.engine.programs import program
+from jetspec_jax.fields import Option
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.plain import PLAIN
 from jetspec_jax.loop.processors import Sampling
 from jetspec_jax.loop.state import Request
 from jetspec_jax.loop.tree import Rule
-from jetspec_jax.options import Option
 
 LINE = command.Line(
     __doc__,

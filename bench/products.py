@@ -35,9 +35,9 @@ from jetspec_jax.backends.hopper import Hopper
 from jetspec_jax.backends.kernels import gpu_layer
 from jetspec_jax.backends.kernels.gpu_layer import Tile
 from jetspec_jax.backends.xla import PLAIN_XLA
+from jetspec_jax.fields import Option
 from jetspec_jax.layers import rope
 from jetspec_jax.layers.numerics import einsum
-from jetspec_jax.options import Option
 
 CACHED = 400e6  # bytes that the L2 cache cannot hold
 NAMES = ("qkv", "out", "gate_up", "down")

@@ -12,13 +12,13 @@ from jetspec_jax.backends.choose import resolve
 from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
 from jetspec_jax.drafts import block, block_files
 from jetspec_jax.drafts.block import HeadState
+from jetspec_jax.fields import Option
 from jetspec_jax.files import demo, text
 from jetspec_jax.files.checkpoint import numpy_dtype
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.processors import Sampling
 from jetspec_jax.loop.state import RUNNING, Request, State
 from jetspec_jax.models import qwen3
-from jetspec_jax.options import Option
 
 QWEN = {"norm_eps": 1e-6, "rope_theta": 1e6, "max_positions": 40960, "vocab_size": 151936, "head_dim": 128}
 

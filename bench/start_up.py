@@ -28,11 +28,11 @@ import shapes
 
 from jetspec_jax import command
 from jetspec_jax.engine.programs import program
+from jetspec_jax.fields import ConfigError, Option
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.processors import Sampling
 from jetspec_jax.loop.state import Request
 from jetspec_jax.loop.tree import Rule
-from jetspec_jax.options import ConfigError, Option
 
 LINE = command.Line(
     __doc__,

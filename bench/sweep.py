@@ -29,7 +29,7 @@ import timing
 from jetspec_jax import baseline, command, speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
-from jetspec_jax.options import Option, shown
+from jetspec_jax.fields import Option, shown
 
 LINE = command.Line(
     __doc__,

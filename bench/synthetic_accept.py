@@ -28,10 +28,10 @@ from jetspec_jax import command
 from jetspec_jax.drafts import synthetic
 from jetspec_jax.drafts.synthetic import SyntheticConfig
 from jetspec_jax.engine.programs import program
+from jetspec_jax.fields import Option
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.processors import Sampling
 from jetspec_jax.loop.tree import Rule
-from jetspec_jax.options import Option
 
 LINE = command.Line(
     __doc__,

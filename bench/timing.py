@@ -9,8 +9,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jetspec_jax.fields import Option
 from jetspec_jax.layers.numerics import precision
-from jetspec_jax.options import Option
 
 REPEATS = Option("repeats", "whole", "Measurements, of which the median is taken.", 5, low=1)
 

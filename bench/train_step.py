@@ -32,8 +32,8 @@ import shapes
 import timing
 
 from jetspec_jax import command
+from jetspec_jax.fields import Option
 from jetspec_jax.models import qwen3
-from jetspec_jax.options import Option
 from jetspec_jax.training import flops, losses, options, settings, step, teacher
 from jetspec_jax.training import recipe as recipes
 from jetspec_jax.training.data.batches import Batch

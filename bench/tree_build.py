@@ -24,9 +24,9 @@ import timing
 from jetspec_jax import command
 from jetspec_jax.backends.hopper import Hopper
 from jetspec_jax.backends.xla import PLAIN_XLA, XLA
+from jetspec_jax.fields import Option
 from jetspec_jax.layers import masks
 from jetspec_jax.loop import tree
-from jetspec_jax.options import Option
 
 LINE = command.Line(
     __doc__,

@@ -42,12 +42,12 @@ from jetspec_jax import baseline, command, speculate
 from jetspec_jax.backends.xla import PLAIN_XLA
 from jetspec_jax.config import MIN_TEMPERATURE, ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
+from jetspec_jax.fields import Option
 from jetspec_jax.files import pair
 from jetspec_jax.files import prompts as prompt_files
 from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.state import State
-from jetspec_jax.options import Option
 
 TIE = 1e-4  # of the logits' standard deviation, float32
 APART = 8.0  # how much farther from float32 than the plain run rounding may take the speculative one
@@ -223,7 +223,9 @@ def _judge(
         d.verdict, d.reason = "tie", "gap within twice the largest difference between the runs' logits"
 
 
-def _recheck(target, head, prompts, tree, sampling, batch: int, ties: list[Divergence], kept) -> None:
+def _recheck(  # noqa: PLR0913  # what `audit` was asked, and what it found
+    target, head, prompts, tree, sampling, batch: int, ties: list[Divergence], kept
+) -> None:
     """Turns ties into defects where float32 does not agree."""
     cast = lambda leaf: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
     wide = lambda x: dataclasses.replace(x, params=jax.tree.map(cast, x.params))

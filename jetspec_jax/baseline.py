@@ -12,8 +12,7 @@ from jetspec_jax import speculate
 from jetspec_jax.engine import requests
 from jetspec_jax.engine.geometry import Geometry
 from jetspec_jax.engine.programs import program
-from jetspec_jax.layers.numerics import narrow
-from jetspec_jax.layers.numerics import power
+from jetspec_jax.layers.numerics import narrow, power
 from jetspec_jax.loop import processors
 from jetspec_jax.loop.choice import noise_rows
 from jetspec_jax.loop.decoder import DEFAULT_CHUNK, Decoder, prefill_recorded

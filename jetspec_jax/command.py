@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jetspec_jax import outcome
-from jetspec_jax.options import DTYPES, ConfigError, Option, SamplingConfig, TreeConfig, shown, table
+from jetspec_jax.fields import ConfigError, Option, shown, table
+from jetspec_jax.options import DTYPES, SamplingConfig, TreeConfig
 
 SAMPLING, TREE = table(SamplingConfig), table(TreeConfig)
 DTYPE = Option("dtype", "choice", "Dtype of the weights. Default: the file's.", choices=DTYPES)
@@ -145,7 +146,8 @@ class Line:
         for name, option in (self.positional | self.options).items():
             mark = "" if name in self.positional else "--"
             if option.required and name not in found:
-                raise UsageError(f"{mark or option.metavar}{name if mark else ''} is missing; --help lists the options")
+                label = f"--{name}" if mark else option.metavar or name.upper()
+                raise UsageError(f"{label} is missing; --help lists the options")
             try:
                 setattr(args, name, _value(option, found[name]) if name in found else _default(option))
             except ConfigError as error:

@@ -152,7 +152,7 @@ class HeadConfig:
         return self.block_size - 1
 
     def differing(self, target: ModelConfig) -> list[tuple[str, int, int]]:
-        """Sizes that a head shares with its target and does not with this one: name, the head's, the target's."""
+        """Returns the sizes that differ from this target's and must not: name, the head's, the target's."""
         pairs = [
             ("hidden_size", self.hidden_size, target.hidden_size),
             ("vocab_size", self.vocab_size, target.vocab_size),
@@ -161,7 +161,7 @@ class HeadConfig:
         return [pair for pair in pairs if pair[1] != pair[2]]
 
     def to_hf(self) -> dict[str, Any]:
-        """The published `config.json` of this head, in the spelling of the official release."""
+        """Returns the published `config.json` of this head, in the spelling of the official release."""
         return {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
@@ -194,7 +194,7 @@ class HeadConfig:
 
 
 def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
-    """Evenly spaced tapped layers, the formula of the published heads (36 layers, 5 taps: 1, 9, 17, 25, 33)."""
+    """Returns evenly spaced tapped layers, by the formula of the published heads (36, 5: 1, 9, 17, 25, 33)."""
     if num_taps == 1:
         return (num_target_layers // 2,)
     return tuple(round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps))

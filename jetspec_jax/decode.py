@@ -11,53 +11,18 @@ done, 2 the options are wrong, 1 the files or the run are, 130 interrupted.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jetspec_jax import command
+from jetspec_jax import command, methods
 from jetspec_jax.command import SAMPLING, TREE, Option, UsageError
-from jetspec_jax.options import MAX_BUDGET, ConfigError, SamplingConfig, TreeConfig, shown
+from jetspec_jax.methods import METHODS
+from jetspec_jax.options import ConfigError, SamplingConfig, TreeConfig, shown
 
-
-class Method(NamedTuple):
-    """A drafter and its tree, as `--method` names them.
-
-    head: whether it drafts with a head. causal: the block that the head must have, None for either. tree: the tree
-    that it draws with a head, out of what the options say. refused: options that contradict it.
-    """
-
-    help: str
-    head: bool
-    causal: bool | None
-    tree: Callable[[TreeConfig, Any], TreeConfig]
-    refused: tuple[str, ...]
-
-
-def _given(tree: TreeConfig, head) -> TreeConfig:
-    return tree
-
-
-def _chain(tree: TreeConfig, head) -> TreeConfig:
-    return dataclasses.replace(tree, budget=(tree.depth or head.draft.depth) + 1, width=1, builder="accum_logp")
-
-
-def _exact(tree: TreeConfig, head) -> TreeConfig:
-    """No sibling is cut off: a node can use no more children than the tree has rows."""
-    return dataclasses.replace(tree, width=MAX_BUDGET, builder="best_first")
-
-
-NO_DRAFT = ("head", "budget", "width", "depth", "tree", "sharpness", "trace", "show_tree", "tree_svg", "compare")
-METHODS = {
-    "jetspec": Method("a tree from a head's block", True, None, _given, ()),
-    "dflash": Method("the chain of a bidirectional head", True, False, _chain, ("budget", "width", "tree")),
-    "ddtree": Method("the most probable tree of a bidirectional head", True, False, _exact, ("width", "tree")),
-    "autoregressive": Method("no draft", False, None, _given, NO_DRAFT),
-}
 PROMPTS = ("prompt", "prompt_ids", "prompt_file")
 DRAWN = ("trace", "show_tree", "tree_svg")  # what is recorded round by round
 
@@ -156,7 +121,7 @@ def _check(args: command.Args) -> None:
         refuse(name in args.given, f"--{name} contradicts --method {args.method}; leave one of them out")
     headless = args.method is not None and not METHODS[args.method].head
     no_head = args.target is not None and args.head is None and not headless
-    refuse(no_head, "--target without --head: name the head, or use --method autoregressive")
+    refuse(no_head, "--target without --head: name the head, or use --method ngram or autoregressive")
     several = args.prompt_file is not None
     recorded = next((name for name in DRAWN if getattr(args, name)), None)
     refuse(recorded and several, f"--{recorded} with --prompt_file: it shows one prompt; use --prompt or --prompt_ids")
@@ -213,15 +178,11 @@ def _load(args: command.Args, tree: TreeConfig, asked: bool) -> Run:
     _say(f"loading {args.target or 'the demo target'}")
     target = load.load_target(path, args.dtype, args.backend)
     if args.method and not METHODS[args.method].head:
-        return Run(args, target, None, tree, args.method)
+        family = METHODS[args.method].family
+        return Run(args, target, load.load_drafter(family, target) if family else None, tree, args.method)
     head = load.load_head(args.head or demo.head_folder(), target)
-    wants_tree = asked or bool({"budget", "width", "tree"} & args.given)
-    name = args.method or ("jetspec" if head.config.causal or wants_tree else "dflash")
-    method = METHODS[name]
-    if method.causal not in (None, head.config.causal):
-        block = "causal" if head.config.causal else "bidirectional"
-        raise ConfigError(f"method={name}: {head.source} is a {block} head; use --method jetspec")
-    return Run(args, target, head, method.tree(tree, head), name)
+    name = args.method or methods.usual(head, asked or bool({"budget", "width", "tree"} & args.given))
+    return Run(args, target, head, methods.tree(name, tree, head), name)
 
 
 class Job(NamedTuple):

@@ -29,10 +29,10 @@ from jetspec_jax import command, speculate
 from jetspec_jax.config import ConfigError, HeadConfig, SamplingConfig, TreeConfig, default_taps
 from jetspec_jax.drafts import families
 from jetspec_jax.evals import probe
+from jetspec_jax.fields import Option
 from jetspec_jax.files import checkpoint, load, pair
 from jetspec_jax.files import prompts as prompt_files
 from jetspec_jax.files import text as files_text
-from jetspec_jax.options import Option
 
 BUDGET = 16
 POOR = 1.5  # tokens a round at that budget; heads that fit commit two and more even in open chat

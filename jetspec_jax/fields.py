@@ -1,4 +1,4 @@
-"""The border of files: what comes out of JSON or a GGUF table gets its type and its range here.
+"""Types and ranges of what files and people give: keys of JSON and GGUF tables, and options.
 
 Files are written by many programs, by hand, and badly. A value of another type or size is refused where it is read,
 with one line that names file, key, value and what is needed; beyond this border no type is checked again.
@@ -6,6 +6,7 @@ with one line that names file, key, value and what is needed; beyond this border
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 import reprlib
@@ -13,7 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, TypeGuard
 
 SHOWN = 60  # characters of a value in a message
-TOKEN = 2**31 - 1  # largest token id that an array holds
+TOKEN = MOST = 2**31 - 1  # largest token id, and largest whole number, that an int32 holds
 
 
 class ConfigError(ValueError):
@@ -52,7 +53,7 @@ def real(value: Any) -> TypeGuard[float]:
 class Fields:
     """A table out of a file, read key by key. A key that is null counts as absent, in every format that is read here.
 
-    raw: the table. where: the file, for messages. inside: the keys that led here, with a dot behind.
+    raw: the table. where: the file, for messages. inside: the keys that led here, each with a dot.
 
     Raises:
       ConfigError: `raw` is no table; and each method, where a value has another type or range, or is needed and absent.
@@ -72,6 +73,11 @@ class Fields:
         """Returns whether a key is there, with another value than null."""
         return self.raw.get(key) is not None
 
+    def off(self, key: str) -> bool:
+        """Returns whether a key cannot switch anything on: absent, null, false, zero or empty."""
+        value = self.raw.get(key)
+        return value is None or value is False or value in ("", 0) or (isinstance(value, list | Mapping) and not value)
+
     def whole(self, key: str, low: int = 1, high: int = TOKEN, default: int | None = None) -> int:
         """Returns a whole number of a range; `default` where it is absent, which None refuses."""
         value = self._value(key, default)
@@ -83,7 +89,7 @@ class Fields:
     def real(self, key: str, low: float, high: float, default: float | None = None) -> float:
         """Returns a finite number of a range; `default` where it is absent, which None refuses."""
         value = self._value(key, default)
-        if not real(value) or not low <= value <= high or math.isnan(value):
+        if not real(value) or not low <= value <= high:  # not-a-number is in no range
             raise self.wrong(key, f"a number in {low:g}..{high:g} is needed")
         return float(value)
 
@@ -139,3 +145,70 @@ class Fields:
             name = f"{self.inside}{key}[{odd}]"
             raise ConfigError(f"{self.where}: {name} is {shown(value[odd])}; {need} is needed")
         return tuple(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One option of a request or of a command.
+
+    name: of the flag, without dashes.
+    kind: "whole", "number", "flag", "text", "choice", "texts" (given again for more), "ids" (1,2,3), "bias"
+        (5:1.5,7:-2).
+    help: a sentence for people.
+    default: what holds where the option is not given.
+    low, high: the ends of the range of a number; above: the lower end itself is not valid.
+    off: which value does nothing, for people.
+    choices: of a "choice".
+    many: several values after one flag.
+    required: there is no default.
+    metavar: what help calls the value.
+    """
+
+    name: str
+    kind: str
+    help: str
+    default: Any = None
+    low: float | None = None
+    high: float | None = None
+    above: bool = False
+    off: str = ""
+    choices: tuple[str, ...] = ()
+    many: bool = False
+    required: bool = False
+    metavar: str = ""
+
+    def check(self, value: Any) -> None:
+        """Raises ConfigError where a value has another type, or lies outside the range."""
+        right, wanted = True, ""
+        if self.kind == "whole":
+            low, high = int(self.low or 0), int(MOST if self.high is None else self.high)
+            right = whole(value) and low <= value <= high
+            wanted = f"a whole number {f'>= {low}' if high == MOST else f'in {low}..{high}'}"
+        elif self.kind == "number":
+            least, most = self.low or 0, math.inf if self.high is None else self.high
+            right = real(value) and least <= value <= most and math.isfinite(value)
+            right = right and not (self.above and value == least)
+            start = f"{'>' if self.above else '>='} {least:g}"
+            range_ = f"in {'(' if self.above else '['}{least:g}, {most:g}]"
+            wanted = f"a finite number {start if most == math.inf else range_}"
+        elif self.kind == "choice":
+            right, wanted = isinstance(value, str) and value in self.choices, f"one of {', '.join(self.choices)}"
+        elif self.kind == "flag":
+            right, wanted = isinstance(value, bool), "true or false"
+        if not right:
+            raise ConfigError(f"{self.name}={shown(value)}: give {wanted}{f' ({self.off})' if self.off else ''}")
+
+
+def option(kind: str, default: Any, help: str, name: str = "", **rest: Any) -> Any:
+    """Returns a field of a configuration with its `Option`; name: of the flag, where it is not the field's."""
+    return dataclasses.field(default=default, metadata={"kind": kind, "help": help, "name": name, **rest})
+
+
+def table(config: type) -> dict[str, Option]:
+    """Returns the options of a configuration class, by the names of its fields."""
+    found = {}
+    for field in dataclasses.fields(config):
+        if field.metadata:
+            given = {**field.metadata, "name": field.metadata["name"] or field.name}
+            found[field.name] = Option(default=field.default, **given)
+    return found

@@ -13,88 +13,20 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jetspec_jax.fields import ConfigError, real, shown, whole
+from jetspec_jax.fields import ConfigError, option, shown, table, whole
 
 TREE_BUILDERS = ("best_first", "accum_logp")
 DTYPES = ("float32", "bfloat16", "float16")  # that weights may have
 MIN_TEMPERATURE = 1e-4  # anything colder is greedy
 MAX_BUDGET = 1024  # a tree's mask and search grow with its square
-SHARPNESS = 0.85  # by measurement on the demo pair (docs/measurements.md), together with sampling.NOISE_SHARE
-MOST = 2**31 - 1  # of every whole number: what an int32 holds
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """One option of a request or of a command.
-
-    name: of the flag, without dashes.
-    kind: "whole", "number", "flag", "text", "choice", "texts" (given again for more), "ids" (1,2,3), "bias"
-        (5:1.5,7:-2).
-    help: a sentence for people.
-    default: what holds where the option is not given.
-    low, high: the ends of the range of a number; above: the lower end itself is not valid.
-    off: which value does nothing, for people.
-    choices: of a "choice".
-    many: several values after one flag.
-    required: there is no default.
-    metavar: what help calls the value.
-    """
-
-    name: str
-    kind: str
-    help: str
-    default: Any = None
-    low: float | None = None
-    high: float | None = None
-    above: bool = False
-    off: str = ""
-    choices: tuple[str, ...] = ()
-    many: bool = False
-    required: bool = False
-    metavar: str = ""
-
-    def check(self, value: Any) -> None:
-        """Raises ConfigError where a value has another type, or lies outside the range."""
-        right, wanted = True, ""
-        if self.kind == "whole":
-            low, high = int(self.low or 0), int(MOST if self.high is None else self.high)
-            right = whole(value) and low <= value <= high
-            wanted = f"a whole number {f'>= {low}' if high == MOST else f'in {low}..{high}'}"
-        elif self.kind == "number":
-            least, most = self.low or 0, math.inf if self.high is None else self.high
-            right = real(value) and least <= value <= most and math.isfinite(value)
-            right = right and not (self.above and value == least)
-            start = f"{'>' if self.above else '>='} {least:g}"
-            range_ = f"in {'(' if self.above else '['}{least:g}, {most:g}]"
-            wanted = f"a finite number {start if most == math.inf else range_}"
-        elif self.kind == "choice":
-            right, wanted = isinstance(value, str) and value in self.choices, f"one of {', '.join(self.choices)}"
-        elif self.kind == "flag":
-            right, wanted = isinstance(value, bool), "true or false"
-        if not right:
-            raise ConfigError(f"{self.name}={shown(value)}: give {wanted}{f' ({self.off})' if self.off else ''}")
-
-
-def _option(kind: str, default: Any, help: str, name: str = "", **rest: Any) -> Any:
-    """A field of a configuration with its `Option`; name: of the flag, where it is another than the field's."""
-    return dataclasses.field(default=default, metadata={"kind": kind, "help": help, "name": name, **rest})
-
-
-def table(config: type) -> dict[str, Option]:
-    """The options of a configuration class, by the names of its fields."""
-    found = {}
-    for field in dataclasses.fields(config):
-        if field.metadata:
-            given = {**field.metadata, "name": field.metadata["name"] or field.name}
-            found[field.name] = Option(default=field.default, **given)
-    return found
+SHARPNESS = 0.85  # by measurement on the demo pair (docs/measurements.md), together with loop.choice.NOISE_SHARE
 
 
 def _check_table(config) -> None:
-    for name, option in table(type(config)).items():
+    for name, described in table(type(config)).items():
         value = getattr(config, name)
-        if value is not None or option.default is not None:
-            option.check(value)
+        if value is not None or described.default is not None:
+            described.check(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,25 +41,25 @@ class TreeConfig:
       ConfigError: a value is outside its range.
     """
 
-    budget: int | None = _option(
+    budget: int | None = option(
         "whole", None,
         "Tree nodes verified a round, root included; 1 is plain decoding. Default: 8 on a CPU, else 64.",
         low=1, high=MAX_BUDGET,
     )  # fmt: skip
-    width: int | None = _option(
+    width: int | None = option(
         "whole", None,
         "Candidates a depth (best_first, default 64) or children a node (accum_logp, default 7).",
         low=1, high=MAX_BUDGET,
     )  # fmt: skip
-    depth: int | None = _option(
+    depth: int | None = option(
         "whole", None, "Longest drafted path. Default: the head's block without its anchor.", low=1, high=MAX_BUDGET
     )
-    builder: str = _option(
+    builder: str = option(
         "choice", "best_first",
         "best_first: the most probable nodes; accum_logp: whole sibling groups, as the published engine builds them.",
         name="tree", choices=TREE_BUILDERS,
     )  # fmt: skip
-    sharpness: float = _option(
+    sharpness: float = option(
         "number", SHARPNESS,
         "How far sampled drafts trust the known noise. Changes the speed and never the output.",
         high=100.0, off="0 leaves the noise out",
@@ -156,50 +88,50 @@ class SamplingConfig:
       ConfigError: a value is outside its range, or contradicts another.
     """
 
-    max_new_tokens: int = _option("whole", 256, "Most tokens to generate.")
-    temperature: float = _option("number", 0.0, "Divides the logits before a token is drawn.", high=1e30,
+    max_new_tokens: int = option("whole", 256, "Most tokens to generate.")
+    temperature: float = option("number", 0.0, "Divides the logits before a token is drawn.", high=1e30,
                                  off="0 is greedy")  # fmt: skip
-    seed: int = _option(
+    seed: int = option(
         "whole", 0, "Seed of sampling; in f32 a seed gives the same tokens with any method and budget.", high=2**32 - 1
     )
     eos: Sequence[int] | None = None
-    top_k: int = _option("whole", 0, "Sample among the k largest logits, and what equals the k-th.", off="0 keeps all")
-    top_p: float = _option(
+    top_k: int = option("whole", 0, "Sample among the k largest logits, and what equals the k-th.", off="0 keeps all")
+    top_p: float = option(
         "number", 1.0, "Sample among the fewest tokens that have this probability together.",
         high=1.0, above=True, off="1 keeps all",
     )  # fmt: skip
-    min_p: float = _option(
+    min_p: float = option(
         "number", 0.0, "Sample among tokens of at least this share of the largest probability.",
         high=1.0, off="0 keeps all",
     )  # fmt: skip
-    repetition_penalty: float = _option(
+    repetition_penalty: float = option(
         "number", 1.0, "Divides positive and multiplies negative logits of tokens in prompt or output.",
         high=1e6, above=True, off="1 is off",
     )  # fmt: skip
-    presence_penalty: float = _option(
+    presence_penalty: float = option(
         "number", 0.0, "Taken from the logits of tokens in the output, once.", low=-1e6, high=1e6, off="0 is off"
     )
-    frequency_penalty: float = _option(
+    frequency_penalty: float = option(
         "number", 0.0, "Taken from the logits of tokens in the output, once for each time.",
         low=-1e6, high=1e6, off="0 is off",
     )  # fmt: skip
-    logit_bias: Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]] = _option(
+    logit_bias: Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]] = option(
         "bias", (), "Added to the logits of some tokens: TOKEN_ID:NUMBER,... e.g. 5:1.5,7:-100."
     )  # kept as sorted pairs
-    bad_words: Sequence[str | Sequence[int]] = _option(
+    bad_words: Sequence[str | Sequence[int]] = option(
         "texts", (), "A text whose tokens the output will not contain in a row, alone or after a space; repeatable."
     )
-    min_new_tokens: int = _option("whole", 0, "No end token, stop token or stop string before this many tokens.")
-    stop: str | Sequence[str] = _option("texts", (), "A text that ends the output; repeatable.")
-    stop_token_ids: Sequence[int] = _option("ids", (), "Token ids that end the output, beside the target's own: 1,2,3.")
-    ignore_eos: bool = _option("flag", False, "Go on after the target's own end tokens.")
-    include_stop_text: bool = _option("flag", False, "Keep the text of the stop string or stop token in the text.")
-    logprobs: bool = _option(
+    min_new_tokens: int = option("whole", 0, "No end token, stop token or stop string before this many tokens.")
+    stop: str | Sequence[str] = option("texts", (), "A text that ends the output; repeatable.")
+    stop_token_ids: Sequence[int] = option("ids", (), "Token ids that end the output, beside the target's own: 1,2,3.")
+    ignore_eos: bool = option("flag", False, "Go on after the target's own end tokens.")
+    include_stop_text: bool = option("flag", False, "Keep the text of the stop string or stop token in the text.")
+    logprobs: bool = option(
         "flag", False,
         "With --json: log-probability of each new token under the target's own distribution (temperature 1, before any "
         "other option).",
     )  # fmt: skip
-    budget: int | None = _option(
+    budget: int | None = option(
         "whole", None, "Tree nodes of this request's rounds. Default: the command's.", low=1, high=MAX_BUDGET
     )
 

@@ -29,25 +29,8 @@ from jetspec_jax.loop.tree import Rule
 from jetspec_jax.options import ConfigError, SamplingConfig, TreeConfig
 
 __all__ = [
-    "DEFAULT_BUDGET",
-    "DecodeError",
-    "Decoder",
-    "Engine",
-    "Piece",
-    "Prompt",
-    "Request",
-    "Result",
-    "Round",
-    "State",
-    "check",
-    "generate",
-    "prefill",
-    "prefill_recorded",
-    "prompt_ids",
-    "rounds",
-    "start",
-    "step",
-    "step_recorded",
+    "DEFAULT_BUDGET", "DecodeError", "Decoder", "Engine", "Piece", "Prompt", "Request", "Result", "Round", "State",
+    "check", "generate", "prefill", "prefill_recorded", "prompt_ids", "rounds", "start", "step", "step_recorded",
     "stream",
 ]  # fmt: skip
 
@@ -66,41 +49,24 @@ class Piece(NamedTuple):
     result: Result | None
 
 
+# The options of a call are keywords of their own rather than an object: people write them by hand.
 @overload
 def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
-    target: LoadedTarget,
-    head: LoadedHead | None,
-    prompts: str | Sequence[int],
-    tree: TreeConfig | None = None,
-    sampling: SamplingConfig | None = None,
-    chat: bool | None = None,
-    *,
-    thinking: bool | None = None,
+    target: LoadedTarget, head: LoadedHead | None, prompts: str | Sequence[int], tree: TreeConfig | None = None,
+    sampling: SamplingConfig | None = None, chat: bool | None = None, *, thinking: bool | None = None,
     prefill_chunk: int | None = None,
-) -> Result: ...
+) -> Result: ...  # fmt: skip
 @overload
 def generate(
-    target: LoadedTarget,
-    head: LoadedHead | None,
-    prompts: Sequence[Prompt],
-    tree: TreeConfig | None = None,
-    sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
-    chat: bool | None = None,
-    *,
-    thinking: bool | None = None,
-    prefill_chunk: int | None = None,
-) -> list[Result]: ...
-def generate(
-    target: LoadedTarget,
-    head: LoadedHead | None,
-    prompts: Any,
-    tree: TreeConfig | None = None,
-    sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
-    chat: bool | None = None,
-    *,
-    thinking: bool | None = None,
-    prefill_chunk: int | None = None,
-):
+    target: LoadedTarget, head: LoadedHead | None, prompts: Sequence[Prompt], tree: TreeConfig | None = None,
+    sampling: SamplingConfig | Sequence[SamplingConfig] | None = None, chat: bool | None = None, *,
+    thinking: bool | None = None, prefill_chunk: int | None = None,
+) -> list[Result]: ...  # fmt: skip
+def generate(  # noqa: PLR0913
+    target: LoadedTarget, head: LoadedHead | None, prompts: Any, tree: TreeConfig | None = None,
+    sampling: SamplingConfig | Sequence[SamplingConfig] | None = None, chat: bool | None = None, *,
+    thinking: bool | None = None, prefill_chunk: int | None = None,
+):  # fmt: skip
     """Decodes one prompt or a batch of unequal ones to the end.
 
     Args:
@@ -131,17 +97,11 @@ def generate(
     return results[0] if single else results
 
 
-def stream(
-    target: LoadedTarget,
-    head: LoadedHead | None,
-    prompt: Any,
-    tree: TreeConfig | None = None,
-    sampling: SamplingConfig | None = None,
-    chat: bool | None = None,
-    *,
-    thinking: bool | None = None,
+def stream(  # noqa: PLR0913
+    target: LoadedTarget, head: LoadedHead | None, prompt: Any, tree: TreeConfig | None = None,
+    sampling: SamplingConfig | None = None, chat: bool | None = None, *, thinking: bool | None = None,
     prefill_chunk: int | None = None,
-) -> Iterator[Piece]:
+) -> Iterator[Piece]:  # fmt: skip
     """Yields text as it comes; the pieces join to the text of `generate`. Never half a character.
 
     Arguments and errors are those of `generate`, for one prompt.
@@ -167,18 +127,10 @@ def stream(
         engine.advance(STREAM_ROUNDS)
 
 
-def start(
-    target: LoadedTarget,
-    head: Any,
-    prompts: Any,
-    tree: Any = None,
-    sampling: Any = None,
-    chat: bool | None = None,
-    *,
-    watch: bool = False,
-    thinking: bool | None = None,
-    prefill_chunk: Any = None,
-) -> Engine:
+def start(  # noqa: PLR0913
+    target: LoadedTarget, head: Any, prompts: Any, tree: Any = None, sampling: Any = None, chat: bool | None = None, *,
+    watch: bool = False, thinking: bool | None = None, prefill_chunk: Any = None,
+) -> Engine:  # fmt: skip
     """Checks everything, prefills, and returns the engine with all prompts admitted.
 
     Args:

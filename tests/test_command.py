@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jetspec_jax import audit, command, decode, doctor, outcome
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance, formats
-from jetspec_jax.options import Option
+from jetspec_jax.fields import Option
 from jetspec_jax.training import options as training
 from jetspec_jax.training import plot, regenerate, study
 from jetspec_jax.training.data import pool

@@ -389,6 +389,17 @@ def test_the_method_is_the_heads_family_unless_a_tree_is_asked_for(capsys, tmp_p
     assert json.loads(run(capsys, *pair(), *ids([11]), "--max_new_tokens=1", "--json")[1])["method"] == "jetspec"
 
 
+def test_ngram_needs_no_head(capsys):
+    common = ("--target", PAIR / "target", *ids([5, 9, 5, 9, 5]), "--max_new_tokens=12", "--json")
+    status, out, err = run(capsys, *common, "--method=ngram", "--compare", "--budget=6")
+    got = json.loads(out)
+    assert status == 0 and got["method"] == "ngram" and got["compare"]["equal"], err
+    for option in ("--head=x", "--tree=best_first", "--width=3", "--sharpness=1"):
+        status, _, err = run(capsys, *common, "--method=ngram", option)
+        assert status == 2 and "contradicts --method ngram" in err
+    assert run(capsys, *common, "--method=synthetic")[0] == 2  # its tokens say nothing: no command offers it
+
+
 def test_ddtree_is_the_tree_that_no_width_cuts(capsys, tmp_path):
     folder = FIXTURES / "dense_bidirectional"
     trace = tmp_path / "t.npz"
@@ -454,11 +465,11 @@ def test_damaged_weights_and_tokens_outside_the_model_name_no_flag_that_nobody_g
 
     monkeypatch.setattr(load, "load_target", damaged)
     status, _, err = run(capsys, *pair(), *ids([5]), "--json", "--budget=16")
-    assert status == 1 and "not finite in float32" in err and "damaged" in err and "--" not in err.splitlines()[-1]
+    assert status == 1 and "not finite in float32" in err and "broken" in err and "--" not in err.splitlines()[-1]
     monkeypatch.setattr(load, "load_target", loaded)
     monkeypatch.setattr(prompts, "prompt_ids", lambda *_: [5, 70])
     status, _, err = run(capsys, *pair(), "--prompt", "x")
-    assert status == 1 and "prompt: 70 is not a token; ids are 0..63" in err and "prompt_ids" not in err
+    assert status == 1 and "prompt: 70 is no token of the target" in err and "prompt_ids" not in err
 
 
 def test_long_numbers_and_a_device_that_is_not_there(capsys, monkeypatch):

@@ -150,7 +150,7 @@ def test_prompts_are_read(given, prompts, single):
         1.5, [1.5], [[1.5]], [None], [{"role": "user", "content": "x"}], [b"x"], [[1], {2}], [], {"input_ids": "text"},
         {"input_ids": [1.5]}, [[[1]]], np.array(3), np.array([1.5]),
     ],
-    ids=repr,
+    ids=lambda given: type(given).__name__,
 )  # fmt: skip
 def test_what_is_no_prompt_is_refused_by_name(given):
     calls = [

@@ -21,7 +21,7 @@ FLOORS = [
     {"files"},
     {"engine"},
     {"speculate", "baseline", "outcome", "command", "serve"},
-    {"evals", "audit", "doctor", "decode"},
+    {"evals", "audit", "doctor", "methods", "decode"},
     {"training", "train"},
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
@@ -105,6 +105,13 @@ def test_flax_stays_with_the_models_and_what_only_training_needs_with_training()
     flax = {room(path) for path in files() if "flax" in outside(path)}
     assert flax <= {"models", "drafts", "files", "training"}
     assert {room(path) for path in files() if outside(path) & TRAINING_ALONE} == {"training"}
+
+
+def test_no_function_is_longer_than_80_lines():
+    defined = (ast.FunctionDef, ast.AsyncFunctionDef)
+    sources = [*files(), *ROOT.glob("*.py"), *ROOT.glob("bench/*.py"), *ROOT.glob("examples/*.py")]
+    nodes = [(path, node) for path in sources for node in ast.walk(ast.parse(path.read_text()))]
+    assert not [(path, n.name) for path, n in nodes if isinstance(n, defined) and n.end_lineno - n.lineno >= 80]
 
 
 @pytest.mark.parametrize("statement", ["import jetspec_jax", "from jetspec_jax import SamplingConfig, TreeConfig"])

@@ -100,9 +100,10 @@ class TestSpellings:
         nested = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
         assert "rope_parameters" in line_of(ModelConfig.from_hf, DENSE | {"rope_parameters": nested})
         partial = DENSE["rope_parameters"] | {"partial_rotary_factor": 0.5}
-        assert "rope_parameters.partial_rotary_factor is 0.5" in line_of(
-            ModelConfig.from_hf, DENSE | {"rope_parameters": partial}
-        )
+        line = line_of(ModelConfig.from_hf, DENSE | {"rope_parameters": partial})
+        assert "rope_parameters.partial_rotary_factor is 0.5" in line
+        line = line_of(ModelConfig.from_hf, DENSE | {"partial_rotary_factor": 0.5})
+        assert "json: partial_rotary_factor is 0.5" in line
 
     @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
     def test_dtype(self, key):
@@ -292,6 +293,11 @@ class TestHeads:
     def test_unknown_tensors_are_listed(self, tmp_path, target, capsys):
         load.load_head(make_head(tmp_path / "h", [("markov.weight", np.ones(3, np.float32))]), target)
         assert "1 tensor is not used: markov.weight" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("name", ["d2t", "markov_head.markov_w1.weight"])
+    def test_tensors_of_another_family_are_refused(self, tmp_path, target, name):
+        line = line_of(load.load_head, make_head(tmp_path / "h", [(name, np.ones(3, np.float32))]), target)
+        assert name in line and "not supported yet" in line
 
     def test_a_missing_tensor_is_named(self, tmp_path, target):
         path = make_head(tmp_path / "h") / "model.safetensors"

@@ -13,8 +13,9 @@ import small
 from flax import nnx
 
 from jetspec_jax.drafts import block
-from jetspec_jax.training import forward, teacher
+from jetspec_jax.training import teacher
 from jetspec_jax.training.anchors import Anchors
+from jetspec_jax.training.objectives.block import forward
 
 DOCUMENT = jnp.array([[1] * 7 + [2] * 5, [1] * 4 + [0] * 8])  # 0 is padding
 POSITION = jnp.array([[*range(7), *range(5)], [*range(4), *[0] * 8]])
@@ -41,7 +42,7 @@ def test_the_head_and_its_gradient(remat):
     @jax.jit
     def loss(params, features):
         head = nnx.merge(draft.graphdef, nnx.State(params))
-        return forward.hidden(head, rows, anchors, features, DOCUMENT, POSITION, remat=remat).sum()
+        return forward(head, rows, anchors, features, DOCUMENT, POSITION, remat=remat).sum()
 
     ask = functools.partial(jax.value_and_grad(loss), params)
     clean, broken = ask(features), ask(jnp.where(REAL[..., None], features, jnp.nan))

@@ -153,13 +153,15 @@ class TestEncode:
             ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 0.2 seconds"),
             ("{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(99) }}", "more than 0.2"),
             ("{% for a in range(99999) %}{{ range(99999) | list | length }}{% endfor %}", "more than 0.2 seconds"),
+            ("{{ 'a' * 1001 }}", "makes 1,001 characters"),
             ("{% for m in messages %}x{% endfor %}" * 1_400_000, "the chat template has 50,400,000 characters"),
         ],
-        ids=["loops", "macros", "lists", "50 MB"],
+        ids=["loops", "macros", "lists", "much text", "50 MB"],
     )
     def test_a_template_that_never_ends_is_one_line(self, tmp_path, monkeypatch, template, words):
         """In any thread, and tracing is as it was before."""
         monkeypatch.setattr(tokenizer, "RENDER_SECONDS", 0.2)
+        monkeypatch.setattr(tokenizer, "MOST_WRITTEN", 1000)
         tok, said = tokenizer.from_folder(make(tmp_path / "t", template)), []
 
         def render():
@@ -167,7 +169,7 @@ class TestEncode:
                 tok.encode_chat([{"role": "user", "content": "x"}])
             said.append(str(error.value))
 
-        thread = threading.Thread(target=render)
+        thread = threading.Thread(target=render, daemon=True)
         thread.start()
         thread.join(30)
         assert said and words in said[0] and "\n" not in said[0] and len(said[0]) < 200

@@ -1,5 +1,6 @@
 """Every key of a configuration reaches what it configures: changed, it changes what a run hands on, or is refused."""
 
+import dataclasses
 import json
 import re
 import types
@@ -17,7 +18,9 @@ from jetspec_jax.config import ConfigError
 from jetspec_jax.evals import acceptance
 from jetspec_jax.files import load
 from jetspec_jax.training import export, features, loop, pipeline, regenerate, settings, step
+from jetspec_jax.training import recipe as recipes
 from jetspec_jax.training.data import answers, own_prompts, packing, pool
+from jetspec_jax.training.losses import Mix
 from jetspec_jax.training.objectives import block as learns
 
 
@@ -260,3 +263,20 @@ def test_every_key_reaches_what_it_configures(handed):
             assert traced(base["recipe"][0]) != traced(changed["recipe"][0]), key
     again = handed()
     assert program(again["recipe"][0]) == traced(again["recipe"][0])  # equal settings, equal programs
+
+
+def test_every_number_of_the_recipe_is_the_setting_of_its_name():
+    """A change shows that a key arrives somewhere; this, that no two of them are swapped."""
+    given = {"forward_kl": 0.5, "reverse_kl": 0.25, "cross_entropy": 0.125, "loss_temperature": 1.5, "beta1": 0.7}
+    given |= {"beta2": 0.8, "warmup": 0.3, "final_lr": 0.2, "weight_decay": 0.6, "clip": 3.0, "gamma": 5.0, "seed": 9}
+    config = settings.make(RUN | given | {"data": "d", "remat": False}, "c")
+    made = recipes.make(config, target().model, "float32", HEAD, 7, "xla")
+    assert made.mix == Mix(forward_kl=0.5, reverse_kl=0.25, cross_entropy=0.125, temperature=1.5)
+    same = {f.name for f in dataclasses.fields(made)} & settings.KINDS.keys() - {
+        "target",
+        "dtype",
+        "steps",
+        "attention",
+    }
+    assert len(same) == 12 and all(getattr(made, name) == getattr(config, name) for name in same)
+    assert (made.steps, made.attention, made.dtype) == (7, "xla", "float32")

@@ -55,6 +55,8 @@ def test_twenty_steps_are_ten_and_ten_to_the_bit(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, resumed.state, whole.state)
     curves = [[(r["step"], r["loss"]) for r in journal.read(tmp_path / name)] for name in ("whole", "halves")]
     assert curves[0] == curves[1] and len(curves[0]) == 4
+    for record in journal.read(tmp_path / "whole"):  # the rate that made the step, not that of the next
+        assert record["lr"] == pytest.approx(float(recipe(steps=20).schedule(record["step"] - 1)))
 
     # A damaged checkpoint is passed over with a word; one that is asked for by number must be there.
     newest = tmp_path / "halves" / "states" / "20"

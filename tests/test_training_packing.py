@@ -126,3 +126,17 @@ def test_features_of_files_are_read_ahead_in_order():
     assert read[:5] == [plain[n].rows.ravel().tolist() for n in range(3, 8)]
     silent = Batches(packed._replace(learnt=np.zeros_like(packed.learnt)), 4, 2, seed=1, features=stored)
     assert next(silent.stream(0)) is None
+
+
+def test_the_order_is_drawn_by_seed_and_anew_in_every_epoch():
+    packed = packing.pack(random_examples(60), 24)
+    count = len(packed.tokens) // 4 * 4
+    even = packed.select(np.arange(count))
+
+    def epoch(seed, number):
+        data = Batches(even, 4, 1, seed=seed)
+        return np.concatenate([data[number * count // 4 + i].rows.ravel() for i in range(count // 4)]).tolist()
+
+    orders = [epoch(1, 0), epoch(1, 1), epoch(5, 0), list(range(count))]  # epoch i has the seed + i
+    assert all(sorted(order) == orders[-1] for order in orders)
+    assert len({tuple(order) for order in orders}) == 4 and epoch(1, 0) == orders[0]

@@ -16,6 +16,7 @@ from small import (
     MODEL,
     RUN,
     WIDTH,
+    example,
     questions,
     random_examples,
     recipe,
@@ -133,6 +134,15 @@ def test_the_card_of_other_runs(monkeypatch):
     text = export._sources({"sources": {name: {"examples": 1, "tokens": 2} for name in sources}})
     for licence in ("GSM8K, train split: MIT", "MATH, train split: MIT", "CC-BY-4.0", "numpy (BSD-3-Clause)"):
         assert licence in text
+
+
+def test_all_answers_to_a_prompt_are_on_one_side_and_sampled_ones_are_not_judged():
+    known = [example(f"p/{i}{mark}", range(5), 2) for i in range(20) for mark in ("", "#sample1", "#sample2")]
+    config = settings.make(RUN | {"data": "d", "heldout": 2}, "c")
+    train, judged = gather._split(known, config, print)
+    prompts = lambda found: {e.identity.partition("#")[0] for e in found}
+    assert len(judged) == 2 and not any("#" in e.identity for e in judged)
+    assert len(train) == 18 * 3 and not prompts(train) & prompts(judged)
 
 
 def test_fewer_held_out_prompts_than_asked_for_are_said(loaded, tmp_path):

@@ -132,8 +132,7 @@ def _causal(block: Fields, warn: Callable[[str], None]) -> bool:
 def _refuse_unknown(fields: Fields, known: set[str]) -> None:
     """What is off, null or empty cannot change anything, whatever it is called."""
     for key, value in fields.raw.items():
-        off = value is None or value is False or value in ("", 0) or (isinstance(value, list | Mapping) and not value)
-        if off or key in known or key in HARMLESS or (key in NEUTRAL and value == NEUTRAL[key]):
+        if fields.off(key) or key in known or key in HARMLESS or (key in NEUTRAL and value == NEUTRAL[key]):
             continue
         if key == "draft_vocab_size" and value == fields.raw.get("vocab_size"):
             continue

@@ -99,10 +99,10 @@ def _refuse_foreign(fields: Fields) -> None:
         for key in ("architectures", "model_type", "projector_type", "attention_mode", "spec_decode_type"):
             said = str(table.raw.get(key) or "").casefold()
             for word, whose in WORDS.items():
-                if word in said:
+                if said == word or (word in said and len(word) > 3):  # three letters are in many a name
                     raise table.wrong(key, f"a head of {whose} is {_not_supported()}")
         for key, whose in KEYS.items():
-            if table.raw.get(key) not in (None, False, 0):
+            if not table.off(key):
                 raise table.wrong(key, f"a head with {whose} is {_not_supported()}")
         size = table.raw.get("draft_vocab_size")
         if size not in (None, fields.raw.get("vocab_size")):

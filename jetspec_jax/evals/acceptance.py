@@ -27,9 +27,9 @@ import numpy as np
 
 from jetspec_jax import baseline, command, speculate
 from jetspec_jax.config import SamplingConfig, TreeConfig
+from jetspec_jax.fields import ConfigError, Option
 from jetspec_jax.files import pair
 from jetspec_jax.files import prompts as prompt_files
-from jetspec_jax.options import ConfigError, Option
 
 
 def measure(target, head, prompts: list[list[int]], tree: TreeConfig, sampling: SamplingConfig, batch: int) -> dict:

@@ -21,30 +21,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jetspec_jax import command
-from jetspec_jax.fields import ConfigError, shown
+from jetspec_jax.fields import ConfigError, Option, shown
 from jetspec_jax.files import text
-from jetspec_jax.options import Option
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
 def reasoning(problem: str) -> str:
-    """A mathematics problem with the suffix that asks for a boxed answer."""
+    """Returns a mathematics problem with the suffix that asks for a boxed answer."""
     return problem + BOXED
 
 
 def function(code: str) -> str:
-    """A function to complete, in the wording used with HumanEval."""
+    """Returns a function to complete, in the wording used with HumanEval."""
     return f"Write a solution to the following problem and make sure that it passes the tests:\n```python\n{code}\n```"
 
 
 def tested(text: str, tests: list[str]) -> str:
-    """A task with its assertions, in the wording used with MBPP."""
+    """Returns a task with its assertions, in the wording used with MBPP."""
     return f"{text}\nYour code should pass these tests:\n" + "\n".join(tests)
 
 
 def contest(statement: str) -> str:
-    """A competitive-programming problem, in the wording used with LiveCodeBench."""
+    """Returns a competitive-programming problem, in the wording used with LiveCodeBench."""
     return f"Write a Python solution to the following competitive-programming problem:\n```\n{statement}\n```"
 
 
@@ -69,7 +68,7 @@ BENCHMARKS = {
 
 
 def load(name: str, folder: str | Path) -> list[dict[str, Any]]:
-    """Rows {"id": str, "messages": [one user message]} of a benchmark, in the file's order."""
+    """Returns rows {"id": str, "messages": [one user message]} of a benchmark, in the file's order."""
     if name not in BENCHMARKS:
         raise ConfigError(f"benchmark={name!r}: choose one of {', '.join(BENCHMARKS)}")
     benchmark = BENCHMARKS[name]
@@ -87,7 +86,7 @@ def load(name: str, folder: str | Path) -> list[dict[str, Any]]:
 
 
 def message(identity: str, text: str) -> dict[str, Any]:
-    """A row of a prompt file with one user message."""
+    """Returns a row of a prompt file with one user message."""
     return {"id": identity, "messages": [{"role": "user", "content": text}]}
 
 
@@ -104,7 +103,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def write(path: str | Path, rows: list[dict[str, Any]]) -> None:
-    """A jsonl file of the rows."""
+    """Writes a jsonl file of the rows."""
     with open(path, "w", encoding="utf-8") as f:
         f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 

@@ -102,7 +102,9 @@ def runs(target, head, found: Texts, config: HeadConfig) -> tuple[np.ndarray, np
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _guesses(model, draft, weights, params, features, tokens, anchors, mask):
+def _guesses(  # noqa: PLR0913  # arrays of one program
+    model, draft, weights, params, features, tokens, anchors, mask
+):
     """The head's best token of every drafted position behind every anchor [B, D]."""
     ends = Ends(
         lambda block: model.embed(weights, block.at[:, 1:].set(mask)), lambda hidden: model.logits(weights, hidden)

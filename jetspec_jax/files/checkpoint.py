@@ -38,14 +38,14 @@ BORROWED = ("embed_tokens.weight", "lm_head.weight", "model.embed_tokens.weight"
 
 @runtime_checkable
 class Source(Protocol):
-    """Named tensors of a checkpoint, read one at a time."""
+    """Gives the named tensors of a checkpoint, one at a time."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of every tensor, as stored."""
+        """The shape of every tensor, as stored."""
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor on the host."""
+        """Returns one tensor on the host."""
 
 
 def assemble(
@@ -129,7 +129,7 @@ def need_layers(source: Source, prefix: str, layers: int, where: str) -> None:
 
 
 def disassemble(fusions: dict[str, Any], params: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Published tensors of a parameter tree, on the host."""
+    """Returns the published tensors of a parameter tree, on the host."""
     tensors: dict[str, np.ndarray] = {}
     leaf = lambda x: isinstance(x, Fusion)
     jax.tree.map(lambda f, p: tensors.update(f.split(np.asarray(p))), fusions, params, is_leaf=leaf)
@@ -137,7 +137,7 @@ def disassemble(fusions: dict[str, Any], params: dict[str, Any]) -> dict[str, np
 
 
 class Folder:
-    """The safetensors of a Hugging Face folder, one file or sharded with an index; implements `Source`.
+    """Reads the safetensors of a Hugging Face folder, one file or sharded with an index; implements `Source`.
 
     Raises:
       ConfigError: there are none, or a shard that the index names is missing or does not hold what the index says.
@@ -188,7 +188,7 @@ class Folder:
 
     @property
     def dtype(self) -> str:
-        """What the largest tensor is stored as: matrices decide, a few norms may differ."""
+        """The dtype of the largest tensor: matrices decide, a few norms may differ."""
         if not self.shapes:
             return "bfloat16"
         largest = max(self.shapes, key=lambda name: math.prod(self.shapes[name]))
@@ -205,7 +205,7 @@ class Folder:
 
 def _instead(folder: pathlib.Path) -> str:
     """Returns what a folder without safetensors of the usual names holds, for a message."""
-    held = sorted(path.name for path in folder.iterdir())
+    held = sorted(os.listdir(folder))
     for ending, what in (
         (PICKLES, "is a pickle, which is never opened: convert it to safetensors"),
         ((".gguf",), "is there: name the file itself"),
@@ -218,7 +218,7 @@ def _instead(folder: pathlib.Path) -> str:
 
 
 def fingerprint(files: list[pathlib.Path]) -> str:
-    """A cheap hash that tells checkpoints apart: size, head, middle and end of every file."""
+    """Returns a cheap hash that tells checkpoints apart: of size, head, middle and end of every file."""
     digest, piece = hashlib.sha256(), 1 << 16
     for path in files:
         size = path.stat().st_size
@@ -319,7 +319,7 @@ def _keep_others(old: pathlib.Path, fresh: pathlib.Path) -> None:
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """float32, float16 or bfloat16 by name."""
+    """Returns float32, float16 or bfloat16 by name."""
     return np.dtype({"bfloat16": ml_dtypes.bfloat16}.get(name, name))
 
 

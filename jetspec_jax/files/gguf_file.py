@@ -41,7 +41,7 @@ STRING, ARRAY = 8, 9
 
 
 class GGUF:
-    """One GGUF file; implements `checkpoint.Source`. Quantised tensors are read as f32.
+    """Reads one GGUF file; implements `checkpoint.Source`. Quantised tensors are read as f32.
 
     fields: the metadata, whose values are of any type until they are read through it.
 
@@ -64,7 +64,7 @@ class GGUF:
                 quantization, name = gguf.GGMLQuantizationType(kind), self._published(original)
                 stored = gguf.quants.quant_shape_to_byte_shape(shape, quantization)
                 if offset + math.prod(stored) > len(self._bytes):
-                    raise ValueError(f"{original} lies behind its end")
+                    raise ValueError(f"{original} lies beyond its end")
                 self.shapes[name], self._blocks[name] = shape, (quantization, offset, stored)
         except ConfigError:
             raise
@@ -78,6 +78,7 @@ class GGUF:
             raise ConfigError(f"{path}: one of {parts} parts; join them (llama-gguf-split --merge)")
 
     def read(self, name: str) -> np.ndarray:
+        """Returns one tensor on the host, dequantised."""
         import gguf
 
         kind, offset, stored = self._blocks[name]
@@ -93,7 +94,7 @@ class GGUF:
         return array
 
     def config(self) -> dict[str, Any]:
-        """What the `config.json` of this model would say."""
+        """Returns what the `config.json` of this model would say."""
         fields, own = self.fields, lambda key: f"{self.architecture}.{key}"
         heads, hidden = self._number("attention.head_count"), self._number("embedding_length")
         if "model.embed_tokens.weight" not in self.shapes:
@@ -177,7 +178,7 @@ class _Contents:
         (size,) = self._scalars("Q")
         end = self._at + size
         if end > len(self._data):
-            raise ValueError("a text lies behind its end")
+            raise ValueError("a text lies beyond its end")
         text = self._data[self._at : end].decode("utf-8")
         self._at = end
         return text

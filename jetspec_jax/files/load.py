@@ -164,14 +164,14 @@ def _metadata(path: pathlib.Path, config, target: LoadedTarget) -> dict[str, Any
 
 
 def random_params(shapes: dict[str, Any], seed: int = 0, scale: float = 0.02) -> dict[str, Any]:
-    """Normal parameters for tests and benchmarks: matrices N(0, scale), norms 1 + N(0, scale)."""
+    """Returns normal parameters for tests and benchmarks: matrices N(0, scale), norms 1 + N(0, scale)."""
     rng = np.random.default_rng(seed)
     draw = lambda x: jax.device_put((rng.normal(size=x.shape) * scale + (len(x.shape) == 1)).astype(x.dtype))
     return jax.tree.map(draw, shapes)
 
 
 class _WithoutBorrowed:
-    """A head's tensors without an embedding or lm_head that some trainers leave in the file."""
+    """Hides an embedding or lm_head that some trainers leave in a head's file."""
 
     def __init__(self, inner: checkpoint.Folder):
         self.borrowed = sorted(n for n in inner.shapes if n in checkpoint.BORROWED)
@@ -180,7 +180,7 @@ class _WithoutBorrowed:
 
 
 def find(source: str | os.PathLike) -> pathlib.Path:
-    """A local path as it is; else the files of a hub id, without anything executable."""
+    """Returns a local path as it is; else that of a hub id's files, without anything executable."""
     name = str(source)
     try:
         path = pathlib.Path(source).expanduser()

@@ -38,13 +38,16 @@ class LoadedTarget:
 
     @functools.cached_property
     def tokenizer(self) -> tokenizer.Tokenizer | None:
-        """Read when it is first needed; None for a checkpoint without one."""
+        """The tokenizer, read when it is first needed; None for a checkpoint without one."""
         return self._tokenizer()
 
     def encode_messages(
         self, messages: Sequence[dict[str, Any]], chat: bool | None = None, thinking: bool | None = None
     ) -> list[int]:
-        """Token ids of a conversation; a chat template is needed. thinking: None is off where the template knows it."""
+        """Returns the token ids of a conversation, which needs a chat template.
+
+        thinking: None is off where the template knows the switch.
+        """
         if self.tokenizer is None:
             raise ConfigError(f"messages: {self.source} has no tokenizer; give token ids (--prompt_ids 1,2,3)")
         if chat is False or not self.tokenizer.has_chat_template:
@@ -81,7 +84,7 @@ def fits(target, head) -> None:
 
 
 def thinking(target, head, asked: bool | None) -> bool | None:
-    """Whether prompts are rendered with room for thinking; None where the template has no such switch.
+    """Returns whether prompts are rendered with room for thinking; None where the template has no such switch.
 
     asked: what the user says. None is what the head was trained with (`thinking` in its jetspec.json), else off:
     published heads were trained on answers without thinking, while Qwen3's template left alone turns it on.
@@ -158,7 +161,7 @@ def oddities(config, found: dict[str, Any]) -> dict[str, str]:
 
 
 def metadata(head) -> dict:
-    """A head's jetspec.json; {} for plain decoding and for heads of others."""
+    """Returns a head's jetspec.json; {} for plain decoding and for heads of others."""
     return getattr(head, "metadata", None) or {}
 
 
@@ -171,7 +174,7 @@ def warn(line: str, about: Hashable = None) -> None:
 
 
 def rendered(prompts: Sequence, chat: bool | None, asked: bool | None) -> bool:
-    """Whether any prompt goes through a template.
+    """Returns whether any prompt goes through a template.
 
     Raises:
       ConfigError: a thinking mode is asked for, and no prompt is rendered, so it would be ignored.

@@ -11,6 +11,7 @@ from jetspec_jax.fields import ConfigError, Fields
 from jetspec_jax.files import bounded, conversation, text
 
 MOST_TEMPLATE = 1 << 20  # characters; the longest in use have 50,000
+MOST_WRITTEN = 1 << 25  # characters
 RENDER_SECONDS = 3.0  # of processor time; a conversation takes milliseconds
 FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token types of GGUF files that matter here
@@ -22,7 +23,7 @@ ENDS = tuple(f"tokenizer.ggml.{x}_token_id" for x in ("eos", "eot", "eom"))  # o
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer behind the few calls that decoding needs."""
+    """Wraps a Hugging Face tokenizer in the few calls that decoding needs."""
 
     def __init__(self, inner):
         self._inner = inner
@@ -47,7 +48,7 @@ class Tokenizer:
         return () if self._inner.eos_token_id is None else (self._inner.eos_token_id,)
 
     def encode(self, text: str, begin: bool = False) -> list[int]:
-        """Ids of text as it stands; special tokens that are written out in it are one id each.
+        """Returns the ids of text as it stands; special tokens that are written out in it are one id each.
 
         begin: add what the tokenizer puts before a text of its own (a Llama's begin token; nothing for Qwen3), unless
         the text brings it.
@@ -60,7 +61,7 @@ class Tokenizer:
         return self._inner.encode(text, add_special_tokens=begin and not (bos and text.startswith(bos)))
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], thinking: bool | None = None) -> list[int]:
-        """Ids of a conversation through the chat template, ready for the assistant's turn.
+        """Returns the ids of a conversation through the chat template, ready for the assistant's turn.
 
         messages: {"role", "content"}, oldest first, as `conversation.checked` reads them. thinking: passed to templates
         that know it, None leaves it out.
@@ -70,7 +71,13 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[dict[str, Any]], thinking: bool | None = None, answer_follows: bool = True
     ) -> str:
-        """The conversation as the chat template writes it; `answer_follows` opens the assistant's turn at its end."""
+        """Returns the conversation as the chat template writes it.
+
+        answer_follows: open the assistant's turn at the end.
+
+        Raises:
+          ConfigError: the template refuses the messages, computes for too long, or has no place for what is in them.
+        """
         turns, template = conversation.checked(messages), str(self._inner.chat_template or "")
         if len(template) > MOST_TEMPLATE:
             raise ConfigError(f"messages: the chat template has {len(template):,} characters, which none needs")
@@ -81,16 +88,19 @@ class Tokenizer:
             turns, tokenize=False, add_generation_prompt=answer_follows, **extra
         )
         try:
-            return bounded.run(render, RENDER_SECONDS, "<template>")  # jinja's name for what it compiles
+            written = bounded.run(render, RENDER_SECONDS, "<template>")  # jinja's name for what it compiles
         except Exception as error:  # templates raise what they like
             raise ConfigError(f"messages: the chat template refuses them ({_line(error)})") from None
+        if len(written) > MOST_WRITTEN:
+            raise ConfigError(f"messages: the chat template makes {len(written):,} characters of them; shorten them")
+        return written
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; special tokens are left out, spaces are kept as they are."""
+        """Returns the text of ids; special tokens are left out, spaces are kept as they are."""
         return self._inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def stream_decoder(self) -> StreamDecoder:
-        """For text that comes in pieces."""
+        """Returns a decoder for ids that come in pieces."""
         return StreamDecoder(self)
 
 
@@ -109,7 +119,7 @@ class StreamDecoder:
         self._shown = 0  # characters of the text from the anchor on
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that these ids complete."""
+        """Returns the text that these ids complete."""
         self._ids += ids
         text = self._tokenizer.decode(self._ids[self._anchor :])
         whole = text.rstrip("\ufffd")
@@ -122,14 +132,14 @@ class StreamDecoder:
         return fresh
 
     def finish(self) -> str:
-        """What was held back, as `decode` shows it."""
+        """Returns what was held back, as `decode` shows it."""
         text = self._tokenizer.decode(self._ids[self._anchor :])
         fresh, self._shown = text[self._shown :], len(text)
         return fresh
 
 
 def from_folder(folder: pathlib.Path) -> Tokenizer | None:
-    """The tokenizer of a Hugging Face folder, None where there is none. Code in the folder is never run."""
+    """Returns the tokenizer of a Hugging Face folder, None where there is none. Code in the folder is never run."""
     if not any((folder / name).is_file() for name in FILES):
         return None
     for path in folder.glob("*.json"):
@@ -144,7 +154,7 @@ def from_folder(folder: pathlib.Path) -> Tokenizer | None:
 
 
 def end_tokens_of_folder(folder: pathlib.Path) -> tuple[int, ...]:
-    """The end token of a folder's tokenizer, without the seconds that importing transformers takes.
+    """Returns the end token of a folder's tokenizer, without the seconds that importing transformers takes.
 
     Files that cannot be understood give none: whoever needs the tokenizer is told then.
     """
@@ -174,7 +184,7 @@ def end_tokens_of_folder(folder: pathlib.Path) -> tuple[int, ...]:
 
 
 def from_gguf(file) -> Tokenizer | None:
-    """The byte-level BPE tokenizer in the metadata of a `gguf_file.GGUF`; None where there is none."""
+    """Returns the byte-level BPE tokenizer in the metadata of a `gguf_file.GGUF`; None where there is none."""
     fields: Fields = file.fields
     if not fields.has("tokenizer.ggml.tokens"):
         return None
@@ -235,7 +245,7 @@ QWEN2_PATTERN = (
 
 
 def end_tokens(file, vocabulary: int) -> tuple[int, ...]:
-    """End tokens of a GGUF file: those that it names, and the usual ones. vocabulary: tokens of the model."""
+    """Returns the end tokens of a GGUF file for a model of `vocabulary` tokens: those it names, and the usual ones."""
     fields: Fields = file.fields
     tokens = fields.texts("tokenizer.ggml.tokens")
     usual = {i for i in _usual_ends(fields, tokens) if i < vocabulary}
@@ -243,12 +253,12 @@ def end_tokens(file, vocabulary: int) -> tuple[int, ...]:
 
 
 def _named_ends(fields: Fields, vocabulary: int) -> set[int]:
-    """The end tokens that a GGUF file names."""
+    """Returns the end tokens that a GGUF file names."""
     return {fields.whole(key, 0, vocabulary - 1) for key in ENDS if fields.has(key)}
 
 
 def _usual_ends(fields: Fields, tokens: Sequence[str]) -> set[int]:
-    """Tokens that end a turn by what they are; of a file without types none, for all of them count as plain text."""
+    """Returns tokens that end a turn by what they are; none of a file without types, for all of them are plain text."""
     if not fields.has("tokenizer.ggml.token_type"):
         return set()
     marks = (NORMAL, CONTROL, USER_DEFINED)
@@ -260,13 +270,13 @@ def _usual_ends(fields: Fields, tokens: Sequence[str]) -> set[int]:
 
 
 def _special(fields: Fields, tokens: Sequence[str]) -> set[int]:
-    """Tokens of a GGUF file that are left out of text: by their type, and whatever ends a turn."""
+    """Returns tokens of a GGUF file that are left out of text: by their type, and whatever ends a turn."""
     typed = {i for i, kind in enumerate(_kinds(fields, tokens)) if kind in (CONTROL, UNKNOWN)}
     return typed | _usual_ends(fields, tokens) | _named_ends(fields, len(tokens))
 
 
 def _kinds(fields: Fields, tokens: Sequence[str]) -> Sequence[int]:
-    """The type of every token; all are plain where a file lists none."""
+    """Returns the type of every token; all are plain where a file lists none."""
     kinds = fields.wholes("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if len(kinds) != len(tokens):
         raise ConfigError(f"{fields.where}: tokenizer.ggml.token_type: {len(kinds)} entries for {len(tokens)} tokens")
@@ -274,12 +284,12 @@ def _kinds(fields: Fields, tokens: Sequence[str]) -> Sequence[int]:
 
 
 def _line(error: Exception) -> str:
-    """The first line of an error's text."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Returns the first line of an error's text, shortened."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def _transformers():
-    """Imported late (it takes seconds) and without its word about a missing torch."""
+    """Imports transformers, late (it takes seconds) and without its word about a missing torch."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers
 

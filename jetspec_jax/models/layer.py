@@ -145,7 +145,9 @@ class Stack(nnx.Module):
         x, hidden = backend.add_norm(x, product, self.norm[...], self.config.norm_eps)
         return Ran(hidden, [*streams[1:], x], tuple(kept))
 
-    def _one(self, i, layer, angles, attend, backend, context, x, product):
+    def _one(  # noqa: PLR0913  # `run`'s own, apart so that it can be made again in a backward pass
+        self, i, layer, angles, attend, backend, context, x, product
+    ):
         """Runs one layer. The last product of the layer before is added here, where the norm reads the sum anyway."""
         x, h = backend.add_norm(x, product, layer.input_norm[...], self.config.norm_eps)
         rows = h if context is None else jnp.concatenate([context, h], axis=1)

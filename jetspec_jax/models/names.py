@@ -18,7 +18,7 @@ from jetspec_jax.config import HeadConfig, ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Fusion:
-    """How one parameter is made of published tensors.
+    """Says how one parameter is made of published tensors.
 
     groups: one tuple of names (several groups are stacked on a new first axis: experts). shapes: how [out] of each
     name of a group is cut, (rows,) for a single name; several names are joined along the last axis but one of it.
@@ -31,6 +31,7 @@ class Fusion:
     stacked: bool = False
 
     def names(self) -> list[str]:
+        """Returns all names, group by group."""
         return [name for group in self.groups for name in group]
 
     @property
@@ -39,13 +40,13 @@ class Fusion:
         return [math.prod(shape) for shape in self.shapes]
 
     def join(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """The parameter, from published tensors."""
+        """Returns the parameter, from published tensors."""
         parts = [self._join([read(name) for name in group]) for group in self.groups]
         whole = np.stack(parts) if self.stacked else parts[0]
         return np.moveaxis(whole, -1, int(self.stacked)) if self.matrix else whole
 
     def split(self, parameter: np.ndarray) -> dict[str, np.ndarray]:
-        """The published tensors, from the parameter; the inverse of `join`, bit for bit."""
+        """Returns the published tensors, from the parameter; the inverse of `join`, bit for bit."""
         whole = np.moveaxis(parameter, int(self.stacked), -1) if self.matrix else parameter
         return {
             name: np.ascontiguousarray(piece)

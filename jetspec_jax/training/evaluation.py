@@ -41,7 +41,7 @@ class Drafts(NamedTuple):
     rank: Data  # [B, S, D] int32, of the target's choice in the head's row
 
 
-def measure(
+def measure(  # noqa: PLR0913  # arrays of one program, and its sizes
     recipe: Recipe,
     target_params: dict,
     scale: jax.Array,

@@ -130,7 +130,7 @@ def write(
     files.write(folder / "README.md", card)
 
 
-def _card(
+def _card(  # noqa: PLR0913  # what a card tells
     target, recipe: Recipe, trained: Trained, config: Settings, counts: dict[str, Any], records: list[dict[str, Any]],
     measured: dict[str, Any] | None, parameters: int,
 ) -> str:  # fmt: skip

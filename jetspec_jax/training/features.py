@@ -83,7 +83,7 @@ def gather(kept: Features, rows: Int[Array, "n B"]) -> Features:
     return Features(kept.taps[rows], kept.final[rows])
 
 
-def write(
+def write(  # noqa: PLR0913  # keys of the configuration
     folder: Path,
     target,
     packed: Packed,

@@ -13,7 +13,7 @@ import ml_collections
 
 from jetspec_jax import command
 from jetspec_jax.config import ConfigError
-from jetspec_jax.options import Option
+from jetspec_jax.fields import Option
 from jetspec_jax.training import settings
 from jetspec_jax.training.settings import Settings
 

@@ -160,7 +160,7 @@ def _sequences(config: Settings, found: gather.Examples, log: Log) -> tuple[Pack
     return packed, judged
 
 
-def _features(
+def _features(  # noqa: PLR0913  # what a run has made before this stage
     config: Settings, workdir: Path, target, packed: Packed, recipe: Recipe, mesh, on_time, log: Log
 ) -> tuple[Features | None, features.Stored | None] | None:
     """Features that are kept on the devices or in files, where they are; None when time ran out."""

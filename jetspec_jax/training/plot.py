@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from jetspec_jax import command
 from jetspec_jax.config import ConfigError
-from jetspec_jax.options import Option
+from jetspec_jax.fields import Option
 from jetspec_jax.training import files, journal
 
 WIDE, HIGH, EDGE = 400, 240, 44  # of one panel, and room for its numbers

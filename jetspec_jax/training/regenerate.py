@@ -32,13 +32,13 @@ import numpy as np
 from jetspec_jax import command, speculate
 from jetspec_jax.config import ConfigError
 from jetspec_jax.engine.programs import program
+from jetspec_jax.fields import Option
 from jetspec_jax.files import demo, load, pair
 from jetspec_jax.loop.decoder import prefill, rounds
 from jetspec_jax.loop.plain import PLAIN
 from jetspec_jax.loop.processors import Sampling
 from jetspec_jax.loop.state import NONFINITE, STOP
 from jetspec_jax.loop.tree import Rule
-from jetspec_jax.options import Option
 from jetspec_jax.training import files, manifest
 from jetspec_jax.training.data import answers as store
 from jetspec_jax.training.data import rows, turns
@@ -135,7 +135,7 @@ class Answerer:
         return [row[:n] for row, n in zip(tokens, length, strict=True)], reason
 
 
-def regenerate(
+def regenerate(  # noqa: PLR0913  # keys of the configuration
     target,
     prompts: Sequence[Sequence[int]],
     folder: Path,

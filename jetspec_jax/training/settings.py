@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax.config import ConfigError, ModelConfig
-from jetspec_jax.options import Option
+from jetspec_jax.fields import Option
 
 STAGES = ("pool", "answers", "export")
 WHOLE = math.inf  # no upper limit

@@ -35,8 +35,8 @@ from typing import Any
 from jetspec_jax import command
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
+from jetspec_jax.fields import Option
 from jetspec_jax.files import demo, load, pair
-from jetspec_jax.options import Option
 from jetspec_jax.training import files, manifest, options, pipeline, regenerate, settings
 from jetspec_jax.training.data import answers as answer_store
 from jetspec_jax.training.data import examples, rows, turns
@@ -63,7 +63,7 @@ BUDGETS = (16, 64, 256)
 FREE = manifest.ROUNDING | manifest.WATCHING
 
 
-def run(
+def run(  # noqa: PLR0913  # options of the command
     base: Settings,
     workdir: Path,
     prompts: list[Path],
@@ -111,7 +111,7 @@ def run(
     return True
 
 
-def _variant(
+def _variant(  # noqa: PLR0913  # what `run` was asked
     base: Settings, folder: Path, corpus: Path, name: str, change: dict[str, Any], prompts: list[Path], limit: int,
     on_time: Callable[[], bool], left: Callable, log: Log,
 ) -> bool:  # fmt: skip

@@ -102,7 +102,7 @@ def attend(
     return _join(value, peak, total, (batch, kv_heads, groups, nodes), q.dtype, interpret)
 
 
-def _kernel(
+def _kernel(  # noqa: PLR0913  # the references of a kernel
     length_ref, q_ref, fk_ref, fv_ref, mask_ref, pk_ref, pv_ref, *outs, kv_heads, keys, nodes, groups, cut, shared
 ):  # fmt: skip
     block, slots, parts, rows = cut.rows, cut.slots, cut.parts, nodes * groups

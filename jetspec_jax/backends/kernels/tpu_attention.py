@@ -101,7 +101,7 @@ def attend(
     return out.reshape(batch, nodes, kv_heads * groups, dim)
 
 
-def _kernel(
+def _kernel(  # noqa: PLR0913  # the references of a kernel
     length_ref, q_ref, fk_ref, fv_ref, mask_ref, pk_ref, pv_ref, out_ref,
     k_ring, v_ring, arrived, peak, total, value, *, count,
 ):  # fmt: skip

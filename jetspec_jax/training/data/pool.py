@@ -28,7 +28,7 @@ from typing import Any
 from jetspec_jax import command
 from jetspec_jax.config import ConfigError
 from jetspec_jax.evals import formats
-from jetspec_jax.options import Option
+from jetspec_jax.fields import Option
 from jetspec_jax.training import files
 from jetspec_jax.training.data import chat_topics, code_prompts
 

@@ -166,7 +166,7 @@ def describe(config: HeadConfig) -> dict[str, str]:
     return {"block": f"{config.block_size} slots, {mask}, mask token {config.mask_token_id}"}
 
 
-def forward(
+def forward(  # noqa: PLR0913  # arrays of one forward pass
     head: Head,
     block: Float[Array, "B A T E"],
     anchors: Anchors,
