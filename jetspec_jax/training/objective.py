@@ -12,12 +12,7 @@ import jax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jetspec_jax.config import ConfigError, ModelConfig
-
-# By family. The one place that says so; `drafts.families` takes over with its field `objective`.
-OBJECTIVES = {
-    "jetspec": "jetspec_jax.training.objectives.block",
-    "dflash": "jetspec_jax.training.objectives.block",
-}
+from jetspec_jax.drafts import families
 
 
 class Questions(NamedTuple):
@@ -76,9 +71,11 @@ def module(family: str) -> str:
     Raises:
       ConfigError: there is no such family, or it cannot be trained.
     """
-    if family not in OBJECTIVES:
-        raise ConfigError(f"--config.family={family}: choose one of {', '.join(OBJECTIVES)}")
-    return OBJECTIVES[family]
+    row = families.named(family)
+    if row is None or row.objective is None:
+        known = ", ".join(row.name for row in families.FAMILIES if row.objective)
+        raise ConfigError(f"--config.family={family}: choose one of {known}")
+    return row.objective
 
 
 def load(name: str) -> Objective:

@@ -30,7 +30,7 @@ class Recipe:
     anchors: int
     steps: int
     peak_lr: float
-    objective: str = objective.OBJECTIVES["jetspec"]
+    objective: str = objective.module("jetspec")
     mix: Mix = dataclasses.field(default_factory=Mix)
     gamma: float = 0.0
     loss_chunk: int = 4096

@@ -202,7 +202,8 @@ KINDS: dict[str, Any] = {f.name: typing.get_type_hints(Settings)[f.name] for f i
 
 def option(field: dataclasses.Field) -> Option:
     """The option of a key on the command line; `from_text` and the class check its value."""
-    limits, known = field.metadata, [field.metadata.get("help", "")]
+    limits, said = field.metadata, field.metadata.get("help", "")
+    known = [f"{said[:1].upper()}{said[1:]}." if said else ""]
     if "choices" in limits:
         known.append(f"One of {', '.join(map(repr, limits['choices']))}.")
     if "low" in limits:
