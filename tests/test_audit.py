@@ -65,7 +65,7 @@ class Faulty:
 def with_fault(loaded, fault: str, dtype, params=None) -> tiny.Loaded:
     cast = lambda leaf: leaf.astype(dtype) if leaf.dtype == jnp.float32 else leaf
     params = jax.tree.map(cast, params or loaded.params) | {"fault": jnp.int32(FAULTS.index(fault))}
-    return dataclasses.replace(loaded, params=params, model=Faulty(loaded.model), dtype=jnp.dtype(dtype))
+    return dataclasses.replace(loaded, params=params, model=Faulty(loaded.model), dtype=str(jnp.dtype(dtype)))
 
 
 def real(dtype=jnp.float32, fault: str = ""):
