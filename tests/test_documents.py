@@ -25,7 +25,7 @@ def commands() -> list[tuple[str, str, list[str]]]:
     """Document, module and words of every command of ours that stands in a block of code."""
     found = []
     for path in DOCUMENTS:
-        text = path.read_text().replace("\\\n", " ")
+        text = re.sub(r"\\\n\s*", " ", path.read_text())
         lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
         lines += [line for fenced in re.findall(r"```bash\n(.*?)```", text, re.S) for line in fenced.split("&&")]
         for words in (shlex.split(line.split("    ")[0], comments=True) for line in lines if line.count('"') % 2 == 0):
