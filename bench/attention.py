@@ -32,8 +32,9 @@ from jetspec_jax.backends.hopper import Hopper
 from jetspec_jax.backends.xla import PLAIN_XLA
 from jetspec_jax.fields import Option
 from jetspec_jax.layers import masks
+from jetspec_jax.options import BACKENDS
 
-CHOICES = ("xla", "cudnn", "pallas")
+CHOICES = BACKENDS[1:]
 LINE = command.Line(
     __doc__,
     [

@@ -41,6 +41,7 @@ from jaxtyping import Array, Float, Int
 from jetspec_jax import baseline, command, speculate
 from jetspec_jax.backends.xla import PLAIN_XLA
 from jetspec_jax.config import MIN_TEMPERATURE, ConfigError, SamplingConfig, TreeConfig
+from jetspec_jax.engine import geometry
 from jetspec_jax.evals import acceptance
 from jetspec_jax.fields import Option
 from jetspec_jax.files import pair
@@ -117,7 +118,7 @@ def audit(
         rows = order[first : first + batch]
         given = [prompts[i] for i in rows]
         plain, fast = (_decode(target, drafting, given, tree, sampling) for drafting in (None, head))
-        parted = [_first_difference(a, b) for a, b in zip(plain, fast, strict=True)]
+        parted = [baseline.parted(a, b) for a, b in zip(plain, fast, strict=True)]
         tokens += sum(map(len, plain))
         compared += sum(len(a) if at is None else at + 1 for a, at in zip(plain, parted, strict=True))
         if all(at is None for at in parted):
@@ -150,7 +151,7 @@ def audit(
         "settings": dataclasses.asdict(tree)
         | dataclasses.asdict(sampling)
         | {
-            "budget": tree.budget or speculate.DEFAULT_BUDGET[jax.default_backend()],
+            "budget": tree.budget or geometry.default_budget(),
             "batch": batch,
             "dtype": str(target.dtype),
             "f32_recheck": recheck and str(target.dtype) != "float32",
@@ -179,13 +180,6 @@ def _logits_at(target, head, prompts, tree, sampling, at: Sequence[int | None]) 
         if result.error:
             raise speculate.DecodeError(f"prompt {row}: {result.error}")
     return [r.token_ids for r in results], logits
-
-
-def _first_difference(plain: list[int], fast: list[int]) -> int | None:
-    if plain == fast:
-        return None
-    shared = zip(plain, fast, strict=False)
-    return next((i for i, (a, b) in enumerate(shared) if a != b), min(len(plain), len(fast)))
 
 
 def _judge(

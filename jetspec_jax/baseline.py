@@ -55,14 +55,21 @@ def compare(target, prompt: Sequence[int], plain, result, option: SamplingConfig
 
 
 @narrow
-def first_difference(
-    target, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int], option: SamplingConfig
-) -> Difference | None:
-    """None when the token ids are equal, else the first difference with the margin that the plain run had there."""
+def parted(plain: Sequence[int], other: Sequence[int]) -> int | None:
+    """Returns the index of the first token in which two outputs differ, None where they are equal."""
     if list(plain) == list(other):
         return None
     shared = zip(plain, other, strict=False)
-    at = next((i for i, (a, b) in enumerate(shared) if a != b), min(len(plain), len(other)))
+    return next((i for i, (a, b) in enumerate(shared) if a != b), min(len(plain), len(other)))
+
+
+def first_difference(
+    target, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int], option: SamplingConfig
+) -> Difference | None:
+    """Returns the first difference with the margin that the plain run had there, None when the ids are equal."""
+    at = parted(plain, other)
+    if at is None:
+        return None
     pick = lambda ids: ids[at] if at < len(ids) else None
     logits = next_logits(target, [[*prompt, *plain[:at]]])[0]
     raw, noisy = scores(target, prompt, plain[:at], logits, option)

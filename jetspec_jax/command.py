@@ -23,7 +23,7 @@ from typing import Any
 
 from jetspec_jax import outcome
 from jetspec_jax.fields import ConfigError, Option, shown, table
-from jetspec_jax.options import DTYPES, SamplingConfig, TreeConfig
+from jetspec_jax.options import BACKENDS, DTYPES, SamplingConfig, TreeConfig
 
 SAMPLING, TREE = table(SamplingConfig), table(TreeConfig)
 DTYPE = Option("dtype", "choice", "Dtype of the weights. Default: the file's.", choices=DTYPES)
@@ -32,7 +32,7 @@ BACKEND = Option(
     "What computes a layer (--attention is the same): pallas our kernels, the others XLA's with their attention. "
     "auto: pallas for 16-bit weights on a Hopper GPU, else xla. pallas without a GPU runs in an interpreter: right, "
     "and slow.",
-    "auto", choices=("auto", "xla", "cudnn", "pallas"),
+    "auto", choices=BACKENDS,
 )  # fmt: skip
 TARGET = Option("target", "text", "Target: a folder, a .gguf file or a hub id. Default: the demo target.")
 HEAD = Option("head", "text", "Draft head: a folder or a hub id. Default with the demo target: the demo head.")

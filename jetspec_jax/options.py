@@ -17,6 +17,7 @@ from jetspec_jax.fields import ConfigError, option, shown, table, whole
 
 TREE_BUILDERS = ("best_first", "accum_logp")
 DTYPES = ("float32", "bfloat16", "float16")  # that weights may have
+BACKENDS = ("auto", "xla", "cudnn", "pallas")  # that may compute a layer
 MIN_TEMPERATURE = 1e-4  # anything colder is greedy
 MAX_BUDGET = 1024  # a tree's mask and search grow with its square
 SHARPNESS = 0.85  # by measurement on the demo pair (docs/measurements.md), together with loop.choice.NOISE_SHARE

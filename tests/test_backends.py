@@ -16,6 +16,7 @@ from jetspec_jax.backends.tpu import TPU
 from jetspec_jax.backends.xla import PLAIN_XLA, XLA
 from jetspec_jax.config import ConfigError
 from jetspec_jax.layers import attention, masks
+from jetspec_jax.options import BACKENDS
 
 HALF, F32 = "bfloat16", "float32"
 H200 = "gpu", "NVIDIA H200", "9.0"
@@ -59,7 +60,7 @@ def device(monkeypatch):
 def test_resolve(device, where, choice, dtype, head_dim, wanted):
     device(*where)
     found = choose.resolve(choice, dtype, head_dim)
-    assert found == wanted and hash(found) == hash(wanted) and found.name in choose.CHOICES
+    assert found == wanted and hash(found) == hash(wanted) and found.name in BACKENDS
 
 
 def test_backends_of_different_devices_differ():

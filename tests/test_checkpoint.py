@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import tiny
 from safetensors.numpy import load_file, save_file
 
 from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig
@@ -260,7 +261,7 @@ class TestBrokenFiles:
 def target_in(dtype, kind):
     raw = json.loads((REFERENCE / kind / "config.json").read_text())
     config = ModelConfig.from_hf(raw)
-    params = load.random_params(qwen3.build(config, dtype)[1], seed=3, scale=0.3)
+    params = tiny.random_params(qwen3.build(config, dtype)[1], seed=3, scale=0.3)
     return config, raw | {"dtype": str(np.dtype(dtype))}, params
 
 
@@ -281,7 +282,7 @@ class TestExport:
         assert names == {n: x.shape for n, x in tensors_of(tmp_path / "out").items()}
 
     def test_a_head_comes_back_bit_for_bit(self, tmp_path, dtype):
-        params = load.random_params(block.build(HEAD, dtype)[1], seed=4)
+        params = tiny.random_params(block.build(HEAD, dtype)[1], seed=4)
         checkpoint.save_head(tmp_path / "head", HEAD, params, {"thinking": False})
         raw = json.loads((tmp_path / "head" / "config.json").read_text())
         assert raw["dtype"] == np.dtype(dtype).name
@@ -308,7 +309,7 @@ def test_reference_files_survive_import_and_export(tmp_path, kind):
 
 class TestSave:
     def save(self, folder, seed):
-        params = load.random_params(block.build(HEAD, np.float32)[1], seed=seed)
+        params = tiny.random_params(block.build(HEAD, np.float32)[1], seed=seed)
         checkpoint.save_head(folder, HEAD, params, {"seed": seed})
         return {n: x.tobytes() for n, x in tensors_of(folder).items()}
 

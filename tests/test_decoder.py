@@ -1,5 +1,6 @@
 """What holds after every round: caches, draft context, node logits, records, and rows that have ended."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -214,3 +215,34 @@ def test_a_broken_branch_costs_no_output():
     logits = jnp.zeros((DEPTH, tiny.VOCAB)).at[:, unused].set(5.0)
     state = tiny.decode(static, {"target": params, "draft": {"logits": logits}}, asked)
     assert tiny.outputs(state) == tiny.outputs(answers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spy(tiny.TableDraft):
+    """Keeps what it is shown, by position: how often, and the token after it."""
+
+    def init(self, params, batch, capacity):
+        return jnp.zeros((batch, capacity, 2), jnp.int32)
+
+    def extend(self, params, state, seen, ends):
+        rows = seen.count.shape[0], DEPTH + 1 if seen.path else 4
+        at = seen.start[:, None] + jnp.arange(rows[1])
+        there = jnp.arange(rows[1]) < seen.count[:, None]
+        after = jnp.take_along_axis(seen.tokens, jnp.minimum(at + 1, CAPACITY - 1), 1)
+        put = jax.vmap(lambda s, i, x: s.at[i].set(x, mode="drop"))
+        return put(state, jnp.where(there, at, CAPACITY), jnp.stack([jnp.ones_like(after), after], -1))
+
+
+@pytest.mark.parametrize("slots", [4, 12])
+def test_a_draft_sees_every_committed_row_and_the_token_after_it(slots):
+    """Prompts read whole and in pieces; the successor of a prompt's last row is committed after the prompt was read."""
+    static = tiny.loop(STUB.model, Spy(DEPTH), 8, CAPACITY, "best_first", 2, prefill_chunk=4)
+    asked = tiny.request([[1, 2, 3][: min(3, slots)], [5, 6, 7, 8][:slots]], 9, slots=slots, eos=())
+    params = {"target": STUB.params, "draft": {"logits": jnp.zeros((DEPTH, tiny.VOCAB))}}
+    state = tiny.rounds(static, params, tiny.prefill(static, params, asked), 3)
+    for row in range(2):
+        length, prompt = int(state.length[row]), int(state.prompt_length[row])
+        shown, after = np.asarray(state.draft[row]).T
+        assert shown.tolist() == [1] * (length - 1) + [0] * (CAPACITY - length + 1)
+        known = [i for i in range(length - 1) if i != prompt - 1]
+        assert after[known].tolist() == np.asarray(state.tokens[row])[1:length][known].tolist()

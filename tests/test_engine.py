@@ -3,7 +3,6 @@
 import dataclasses
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -48,13 +47,12 @@ def test_rows_that_come_later_are_as_if_alone(head):
     engine.admit([waiting.pop(0)])  # the second slot is free from the start
     while waiting or any(engine.rows):
         engine.advance(1)
-        ended = jax.device_get(engine.state.reason)
-        for slot, row in enumerate(engine.rows):
-            if row is not None and ended[slot]:
-                done[names[id(row)]] = engine.new_ids()[slot]
-                engine.release(slot)
-            if engine.rows[slot] is None and waiting:
-                assert engine.admit([waiting.pop(0)]) == [slot]
+        for slot, result in zip(engine.ended(), engine.results(), strict=True):
+            done[names[id(engine.rows[slot])]] = result.token_ids
+            engine.release(slot)
+        while waiting and None in engine.rows:
+            free = engine.rows.index(None)
+            assert engine.admit([waiting.pop(0)]) == [free]
     alone = [speculate.generate(TARGET, None, p, None, o).token_ids for p, o in zip(PROMPTS, CHOSEN, strict=True)]
     assert [done[i] for i in range(5)] == alone
 

@@ -8,6 +8,7 @@ import shutil
 import ml_dtypes
 import numpy as np
 import pytest
+import tiny
 from safetensors.numpy import load_file, save_file
 
 from jetspec_jax.config import ConfigError, ModelConfig, default_taps
@@ -44,7 +45,7 @@ def make_head(folder: pathlib.Path, extra=(), meta=None, block=None, **changes) 
     """A random head whose tensors fit its configuration."""
     raw = HEAD | changes | {"dflash_config": BLOCK | (block or {})}
     config = block_files.config(raw)
-    checkpoint.save_head(folder, config, load.random_params(blocks.build(config, np.float32)[1]), meta)
+    checkpoint.save_head(folder, config, tiny.random_params(blocks.build(config, np.float32)[1]), meta)
     (folder / "config.json").write_text(json.dumps(raw))
     if meta is None:
         (folder / "jetspec.json").unlink()

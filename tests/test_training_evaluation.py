@@ -62,17 +62,18 @@ def test_overfit_drafts_close_to_the_block_limit(answered, tmp_path, capsys):
     for row, at in places[draw.choice(len(places), 8, replace=False)]:
         odd[row, at] = draw.integers(4, 48)
     other = packed._replace(tokens=odd)
-    got = evaluation.measure(r, target().params, scale, outcome.best, other, (2, 4, 8), 4, len(odd))
-    folded = outcome.best | {"fc": outcome.best["fc"] / scale[:, None]}
+    # A head that is less sure, so that trees hold what its best chain misses.
+    noise = jax.random.normal(jax.random.key(0), outcome.best["fc"].shape)
+    unsure = outcome.best | {"fc": outcome.best["fc"] * (1 + noise)}
+    got = evaluation.measure(r, target().params, scale, unsure, other, (2, 4, 8), 4, len(odd))
+    folded = unsure | {"fc": unsure["fc"] / scale[:, None]}
     wanted = oracle.acceptance(r, target().params, folded, other, (2, 4, 8), 4)
     assert got.keys() == wanted.keys() and got["anchors"] == wanted["anchors"] > 20
     for name in ("acceptance", "every_anchor"):
         assert got[name] == pytest.approx(wanted[name]), name
     assert got["agreement"] == wanted["agreement"] and got["conditional"] == wanted["conditional"]
-    assert (
-        1.2 < got["acceptance"]["2"] < got["acceptance"]["8"] < walked
-        and 0.3 < got["agreement"][1] < last["heldout"]["agreement"][1]
-    )
+    two, four, eight = got["every_anchor"].values()
+    assert 1.2 < two < four < eight < walked and 0.2 < got["agreement"][1] < 0.95
 
 
 def test_evaluation_counts_rounds_depths_and_ranks():

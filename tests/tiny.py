@@ -88,6 +88,13 @@ def _inputs(shape) -> int:
     return shape[1] if experts else shape[0]
 
 
+def random_params(shapes, seed: int = 0, scale: float = 0.02):
+    """Normal parameters in the dtypes of the shapes: matrices N(0, scale), norms 1 + N(0, scale)."""
+    rng = np.random.default_rng(seed)
+    draw = lambda x: jax.device_put((rng.normal(size=x.shape) * scale + (len(x.shape) == 1)).astype(x.dtype))
+    return jax.tree.map(draw, shapes)
+
+
 def random_like(shapes, seed: int):
     """Random values in the given shapes: norms about 1, everything else of unit gain."""
     leaves, structure = jax.tree.flatten(shapes)

@@ -9,9 +9,8 @@ from jetspec_jax.backends.hopper import Hopper
 from jetspec_jax.backends.kernels import gpu_attention
 from jetspec_jax.backends.tpu import TPU
 from jetspec_jax.backends.xla import PLAIN_XLA, XLA
-from jetspec_jax.config import ConfigError
-
-CHOICES = ("auto", "xla", "cudnn", "pallas")
+from jetspec_jax.fields import ConfigError
+from jetspec_jax.options import BACKENDS
 
 
 def resolve(choice: str, dtype: str, head_dim: int) -> XLA:
@@ -27,8 +26,8 @@ def resolve(choice: str, dtype: str, head_dim: int) -> XLA:
     Raises:
       ConfigError: the choice is unknown, or this device or model cannot run it.
     """
-    if choice not in CHOICES:
-        raise ConfigError(f"backend={choice!r}: choose one of {', '.join(CHOICES)}")
+    if choice not in BACKENDS:
+        raise ConfigError(f"backend={choice!r}: choose one of {', '.join(BACKENDS)}")
     device, half = jax.default_backend(), dtype != "float32"
     fits = gpu_attention.supported(head_dim)
     if choice == "auto":

@@ -20,7 +20,6 @@ from jetspec_jax.layers.numerics import einsum, rms_norm
 from jetspec_jax.loop import tree
 
 Norms = tuple[jax.Array, jax.Array] | None  # weights of the q and k norms, [H] each
-Grown = tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"], Int[Array, " B"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +85,7 @@ class XLA:
         """Writes the fresh rows of `path` to slots start..start+R-1 of every layer, and returns the cache."""
         return write(cache, take(fresh, path), start)
 
-    def grow(self, builder: str, candidates: tree.Candidates, nodes: int) -> Grown:
+    def grow(self, builder: str, candidates: tree.Candidates, nodes: int) -> tree.Grown:
         """Returns tokens, parents, depths and number of the first `nodes` nodes of a tree; see `tree.grow`."""
         return tree.grow(builder, candidates, nodes)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from jetspec_jax.drafts import block, block_files, ngram, synthetic
 from jetspec_jax.fields import ConfigError, Fields
+from jetspec_jax.loop.contracts import Draft
 
 
 class Family(NamedTuple):
@@ -22,11 +23,11 @@ class Family(NamedTuple):
     """
 
     name: str
-    reads: Callable[[Mapping[str, Any]], bool] | None
-    config: Callable[..., Any] | None
-    names: Callable[[Any], dict[str, Any]] | None
-    build: Callable[..., Any]
-    objective: str | None
+    build: Callable[..., tuple[Draft, dict]]
+    reads: Callable[[Mapping[str, Any]], bool] | None = None
+    config: Callable[..., Any] | None = None
+    names: Callable[[Any], dict[str, Any]] | None = None
+    objective: str | None = None
 
 
 def _build_block(config, dtype, backend):
@@ -36,14 +37,14 @@ def _build_block(config, dtype, backend):
 def _block(name: str, causal: bool) -> Family:
     reads = functools.partial(block_files.reads, causal)
     objective = "jetspec_jax.training.objectives.block"
-    return Family(name, reads, block_files.config, block_files.names, _build_block, objective)
+    return Family(name, _build_block, reads, block_files.config, block_files.names, objective)
 
 
 FAMILIES = (
     _block("jetspec", causal=True),
     _block("dflash", causal=False),
-    Family("ngram", None, None, None, ngram.build, None),
-    Family("synthetic", None, None, None, synthetic.build, None),
+    Family("ngram", ngram.build),
+    Family("synthetic", synthetic.build),
 )
 
 EAGLE, DFLASH2, DSPARK, DOMINO, MEDUSA = "EAGLE", "DFlash 2", "DSpark", "Domino", "Medusa"

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 
 from jetspec_jax.loop.choice import Choice
 from jetspec_jax.loop.contracts import Ends, Seen
-from jetspec_jax.loop.tree import Rule, Tree, root
+from jetspec_jax.loop.tree import Rule, Tree, cut, root
 
 DEPTH, NODES = 15, 64
 
@@ -51,11 +51,7 @@ class NGram:
         if self.nodes == 1:
             return root(choice.anchor), None
         lines = jax.vmap(self._lines)(choice.past.tokens, choice.past.length)
-        tokens, parents, depths, built = jax.vmap(self._merged)(*lines)
-        size = jnp.clip(budget, 1, built)
-        inside = jnp.arange(self.nodes) < size[:, None]
-        tokens = jnp.where(inside, tokens.at[:, 0].set(choice.anchor), 0)
-        return Tree(tokens, jnp.where(inside, parents, -1), jnp.where(inside, depths, 0), size), None
+        return cut(jax.vmap(self._merged)(*lines), choice.anchor, budget), None
 
     def _lines(self, tokens: Int[Array, " S"], length: Int[Array, ""]) -> tuple[Int[Array, "M D"], Bool[Array, "M D"]]:
         """Returns what followed each of the M best matches, and which of it exists."""

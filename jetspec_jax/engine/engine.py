@@ -96,16 +96,16 @@ class Engine:
         free = [slot for slot, row in enumerate(self.rows) if row is None][: len(new)]
         if len(free) < len(new):
             raise ValueError(f"{len(new)} rows: only {len(free)} of {len(self.rows)} slots are free")
-        for row in new:
-            needed = Geometry.fit([row.ids], [row.option], self.decoder.draft, self.decoder.prefill_chunk)
-            if not self.geometry.holds(needed):
-                raise ValueError(f"a row needs {needed}, and this engine was made for {self.geometry}")
-        if self._state is None:
-            self._request = self._arrays(new, self.geometry)
+        fitted = [self._fit(row) for row in new]
+        if self._state is None:  # one batch, as wide as its longest prompt
+            sizes = dataclasses.replace(self.geometry, prompt=max(one.prompt for one in fitted))
+            self._request = self._arrays(new, sizes)
             self.state = self._prefilled(self._request)
         else:
-            for slot, row in zip(free, new, strict=True):
-                self._insert(slot, row)
+            for slot, row, one in zip(free, new, fitted, strict=True):
+                fresh = self._prefilled(self._arrays([row], one))
+                args = self.state, jnp.int32(slot), fresh
+                self.state = self._program(insert, *args, donate=(0,))(*args)
         for slot, row in zip(free, new, strict=True):
             self.rows[slot] = row
         self._read()
@@ -169,15 +169,21 @@ class Engine:
         tokens, first, last = jax.device_get((s.tokens, s.prompt_length, s.length))
         return [tokens[slot, first[slot] : last[slot]].tolist() for slot in range(len(self.rows))]
 
+    def ended(self) -> list[int]:
+        """Returns the slots of the rows that have ended."""
+        reasons = jax.device_get(self.state.reason)
+        return [slot for slot, row in enumerate(self.rows) if row is not None and reasons[slot]]  # RUNNING is 0
+
     def over(self) -> bool:
         """Returns whether every row has ended."""
-        return bool(jax.device_get(self.state.reason).all())  # RUNNING is 0
+        return len(self.ended()) == sum(row is not None for row in self.rows)
 
     def results(self) -> list[Result]:
-        """Returns one result for each row, in the order of the slots, once all have ended."""
+        """Returns one result for each row that has ended, in the order of the slots."""
         state = jax.device_get(self.state._replace(cache=(), draft=None))
-        held = [(slot, row) for slot, row in enumerate(self.rows) if row is not None]
-        results = [row.result(state, slot, self.seconds, self._settings, str(self.target.dtype)) for slot, row in held]
+        dtype = str(self.target.dtype)
+        ended = [(slot, row) for slot, row in enumerate(self.rows) if row is not None and state.reason[slot]]
+        results = [row.result(state, slot, self.seconds, self._settings, dtype) for slot, row in ended]
         if self.decoder.depth:
             total = sum(r.rounds for r in results)
             verified = sum(sum(r.accept_lengths) for r in results)
@@ -194,13 +200,15 @@ class Engine:
         self.seconds["prefill"] += time.perf_counter() - begin
         return state
 
-    def _insert(self, slot: int, row: Row) -> None:
-        one = Geometry.fit([row.ids], [row.option], self.decoder.draft, self.decoder.prefill_chunk)
-        # The prompt keeps its own size, so that a short one is read fast; everything else is the batch's.
-        prompt = min(one.prompt, self.geometry.capacity - self.decoder.depth - 1)
-        fresh = self._prefilled(self._arrays([row], dataclasses.replace(self.geometry, batch=1, prompt=prompt)))
-        args = self.state, jnp.int32(slot), fresh
-        self.state = self._program(insert, *args, donate=(0,))(*args)
+    def _fit(self, row: Row) -> Geometry:
+        """Returns the engine's sizes for one row, with a prompt of its own size, so that a short one is read fast."""
+        draft, chunk = self.decoder.draft, self.decoder.prefill_chunk
+        needed = Geometry.fit([row.ids], [row.option], draft, chunk)
+        if not self.geometry.holds(needed):
+            raise ValueError(f"a row needs {needed}, and this engine was made for {self.geometry}")
+        room = self.geometry.capacity - draft.depth - 1  # what is read in chunks fills it: any number is one program
+        prompt = needed.prompt if needed.prompt <= min(chunk, room) else room
+        return dataclasses.replace(self.geometry, batch=1, prompt=prompt)
 
     def _read(self) -> None:
         """Brings the texts up to date; ends the rows that have met a stop string at the token that completes it.

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from jetspec_jax.backends.choose import resolve
 from jetspec_jax.config import ModelConfig
@@ -22,7 +21,7 @@ from jetspec_jax.files.pair import LoadedHead, LoadedTarget
 from jetspec_jax.models import names, qwen3
 from jetspec_jax.options import DTYPES
 
-__all__ = ["DTYPES", "LoadedHead", "LoadedTarget", "find", "load_drafter", "load_head", "load_target", "random_params"]
+__all__ = ["DTYPES", "LoadedHead", "LoadedTarget", "find", "load_drafter", "load_head", "load_target"]
 
 HUB_FILES = ["*.safetensors", "*.json", "merges.txt", "vocab.txt", "tokenizer.model", "*.jinja"]
 
@@ -161,13 +160,6 @@ def _metadata(path: pathlib.Path, config, target: LoadedTarget) -> dict[str, Any
             f"{target.fingerprint})"
         )
     return kept
-
-
-def random_params(shapes: dict[str, Any], seed: int = 0, scale: float = 0.02) -> dict[str, Any]:
-    """Returns normal parameters for tests and benchmarks: matrices N(0, scale), norms 1 + N(0, scale)."""
-    rng = np.random.default_rng(seed)
-    draw = lambda x: jax.device_put((rng.normal(size=x.shape) * scale + (len(x.shape) == 1)).astype(x.dtype))
-    return jax.tree.map(draw, shapes)
 
 
 class _WithoutBorrowed:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jetspec_jax.layers.cache import Cache
 from jetspec_jax.loop.choice import Choice
-from jetspec_jax.loop.tree import Candidates, Rule, Tree
+from jetspec_jax.loop.tree import Candidates, Grown, Rule, Tree
 
 
 @runtime_checkable
@@ -23,9 +23,7 @@ class Backend(Protocol):
     def commit(self, cache: Cache, fresh: Cache, path: Int[Array, "B R"], start: Int[Array, " B"]) -> Cache:
         """Writes the fresh rows of `path` to slots start..start+R-1 of every layer."""
 
-    def grow(
-        self, builder: str, candidates: Candidates, nodes: int
-    ) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"], Int[Array, " B"]]:
+    def grow(self, builder: str, candidates: Candidates, nodes: int) -> Grown:
         """Computes `tree.grow`."""
 
 
@@ -75,13 +73,14 @@ class Seen(NamedTuple):
     """Rows that a draft has not seen yet: a piece of the prompt, or the path that a round committed.
 
     Rows from `count` on are padding. A piece of a prompt may begin with positions that were there before; the row of
-    the last committed token, the anchor, comes with the next round.
+    the last committed token, the anchor, comes with the next round. The token after each row is in `tokens`, but for
+    the last row of a prompt, whose successor prefill commits later: it is in `choice.past` when the draft proposes.
     """
 
     features: Any  # [B, R, F], outputs of the tapped layers; None without taps
     start: jax.Array  # [B] int32, position of the first row
     count: jax.Array  # type: ignore[assignment]  # [B] int32, rows of it that exist
-    tokens: jax.Array  # [B, S] int32, the whole committed buffer: a draft may read one token past each feature
+    tokens: jax.Array  # [B, S] int32, the committed buffer: a draft may read one token past each row
     path: bool  # whether it is a committed path, R = D + 1, after which the draft proposes next (a Python value)
 
 

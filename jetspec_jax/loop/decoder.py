@@ -91,12 +91,13 @@ def prefill_recorded(decoder: Decoder, params: dict, request: Request) -> tuple[
             f"{tokens.shape[1] + decoder.depth + 1}"
         )
     limit = jnp.minimum(request.limit, room)
-    cache, drafting, last = _read(decoder, params, request)
+    records = jnp.zeros((tokens.shape[0], decoder.capacity), jnp.int32)
+    buffer = jax.lax.dynamic_update_slice(records, tokens, (0, 0))
+    cache, drafting, last = _read(decoder, params, request, buffer)
     zeros = jnp.zeros(tokens.shape[:1], jnp.int32)
     logits = decoder.target.logits(params["target"], last)
-    records = jnp.zeros((tokens.shape[0], decoder.capacity), jnp.int32)
     state = State(
-        tokens=jax.lax.dynamic_update_slice(records, tokens, (0, 0)),
+        tokens=buffer,
         length=request.prompt_length,
         prompt_length=request.prompt_length,
         limit=limit,
@@ -118,7 +119,7 @@ def prefill_recorded(decoder: Decoder, params: dict, request: Request) -> tuple[
     return _commit(state, first, logits)[0], logits[:, 0]
 
 
-def _read(decoder: Decoder, params: dict, request: Request):
+def _read(decoder: Decoder, params: dict, request: Request, buffer: Int[Array, "B S"]):
     """Returns the filled cache, the draft's state, and the hidden state [B, 1, E] of each prompt's last token.
 
     Longer prompts are read chunk by chunk up to the longest row, in one loop, so that neither scores nor features grow
@@ -142,7 +143,7 @@ def _read(decoder: Decoder, params: dict, request: Request):
         # copies the cache. So the place to write to waits for the last layer (it is `starts`, whatever `hidden` is).
         at = jnp.minimum(starts, starts + (out.hidden[:, -1, 0] > 0))
         cache = kv_cache.write(cache, out.fresh, at)
-        seen = Seen(out.taps, starts, jnp.clip(length - start, 0, size), tokens, path=False)
+        seen = Seen(out.taps, starts, jnp.clip(length - start, 0, size), buffer, path=False)
         drafting = draft.extend(params["draft"], drafting, seen, decoder.ends(params))
         row = jnp.clip(length - 1 - start, 0, size - 1)
         return cache, drafting, jnp.take_along_axis(out.hidden, row[:, None, None], 1)

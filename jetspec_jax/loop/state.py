@@ -21,7 +21,7 @@ class Request(NamedTuple):
 
     tokens: Int[Array, "B P"]
     prompt_length: Int[Array, " B"]  # >= 1
-    limit: Int[Array, " B"]  # prompt_length + max_new_tokens, cut to capacity - D - 1
+    limit: Int[Array, " B"]  # prompt_length + max_new_tokens; prefill cuts it to capacity - D - 1
     budget: Int[Array, " B"]
     sampling: Sampling
     eos: Int[Array, "B n"]  # padded with -1

@@ -22,6 +22,9 @@ from jaxtyping import Array, Float, Int
 from jetspec_jax.layers import vocabulary
 from jetspec_jax.options import SHARPNESS
 
+# Tokens (the root's has no meaning), parents, depths [B, T], and the number of nodes [B].
+Grown = tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"], Int[Array, " B"]]
+
 
 class Candidates(NamedTuple):
     """Tokens that a tree may hold at each depth, best first, and how probable each is after its parent."""
@@ -84,12 +87,16 @@ def build(
     """
     if rule.nodes == 1:
         return root(anchor)
-    tokens, parents, depths, built = (grower or grow)(rule.builder, candidates(rule, logits), rule.nodes)
+    return cut((grower or grow)(rule.builder, candidates(rule, logits), rule.nodes), anchor, budget)
+
+
+def cut(grown: Grown, anchor: Int[Array, " B"], budget: Int[Array, " B"]) -> Tree:
+    """Returns the first `budget` nodes of what has grown, with the anchor as root and the rest as padding."""
+    tokens, parents, depths, built = grown
     size = jnp.clip(budget, 1, built)
-    inside = jnp.arange(rule.nodes) < size[:, None]
-    tokens = tokens.at[:, 0].set(anchor)
-    cut = lambda x, padding: jnp.where(inside, x, padding)
-    return Tree(cut(tokens, 0), cut(parents, -1), cut(depths, 0), size)
+    inside = jnp.arange(tokens.shape[1]) < size[:, None]
+    tokens = jnp.where(inside, tokens.at[:, 0].set(anchor), 0)
+    return Tree(tokens, jnp.where(inside, parents, -1), jnp.where(inside, depths, 0), size)
 
 
 def candidates(rule: Rule, logits: Float[Array, "B D V"]) -> Candidates:
@@ -103,9 +110,7 @@ def candidates(rule: Rule, logits: Float[Array, "B D V"]) -> Candidates:
     return Candidates(token, jnp.where(jnp.isnan(logp), -jnp.inf, logp)[:, :, None])
 
 
-def grow(
-    builder: str, candidates: Candidates, nodes: int
-) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"], Int[Array, " B"]]:
+def grow(builder: str, candidates: Candidates, nodes: int) -> Grown:
     """Returns tokens (the root's has no meaning), parents, depths and number of the first `nodes` nodes."""
     if candidates.logp.shape[2] != 1:
         raise ValueError(f"P={candidates.logp.shape[2]}: both rules share a depth's row among all parents, P = 1")
@@ -113,7 +118,7 @@ def grow(
     return jax.vmap(lambda logp, token: grown(logp[:, 0], token, nodes))(candidates.logp, candidates.token)
 
 
-def _best_first(logp: Float[Array, "D W"], token: Int[Array, "D W"], rows: int):
+def _best_first(logp: Float[Array, "D W"], token: Int[Array, "D W"], nodes: int):
     """Level by level, the best nodes of each depth; then the best of all depths.
 
     Scores fall along a path, and on ties the smaller depth wins, so the selection is closed under ancestors. A node of
@@ -126,8 +131,8 @@ def _best_first(logp: Float[Array, "D W"], token: Int[Array, "D W"], rows: int):
     origins: list[jax.Array] = []
     ranks: list[jax.Array] = []
     offsets: list[int] = []
-    for d in range(min(depth, rows - 1)):
-        keep = rows - 1 - d
+    for d in range(min(depth, nodes - 1)):
+        keep = nodes - 1 - d
         pairs = [(i, r) for i in range(score.size) for r in range(min(width, keep // (i + 1)))]
         parent, rank = jnp.array(pairs, jnp.int32).T
         score, best = jax.lax.top_k(score[parent] + logp[d, rank], min(keep, len(pairs)))
@@ -139,13 +144,13 @@ def _best_first(logp: Float[Array, "D W"], token: Int[Array, "D W"], rows: int):
 
     flat = jnp.concatenate(scores)
     level = jnp.concatenate([jnp.full(s.shape, d, jnp.int32) for d, s in enumerate(scores)])
-    count = min(rows - 1, flat.size)
+    count = min(nodes - 1, flat.size)
     score, order = jax.lax.top_k(flat, count)
     place = jnp.zeros(flat.size, jnp.int32).at[order].set(jnp.arange(1, count + 1))
     origin = jnp.concatenate(origins)[order]
     tokens = token[level[order], jnp.concatenate(ranks)[order]]
     parents = jnp.where(origin < 0, 0, place[origin])
-    pad = (1, rows - 1 - count)
+    pad = (1, nodes - 1 - count)
     return (
         jnp.pad(tokens, pad),
         jnp.pad(parents, pad, constant_values=-1),
@@ -154,16 +159,16 @@ def _best_first(logp: Float[Array, "D W"], token: Int[Array, "D W"], rows: int):
     )
 
 
-def _accum_logp(logp: Float[Array, "D W"], token: Int[Array, "D W"], rows: int):
-    """Expands the most probable open node until `rows` nodes are built; the first of equals wins, and nodes of the last
+def _accum_logp(logp: Float[Array, "D W"], token: Int[Array, "D W"], nodes: int):
+    """Expands the most probable open node until all nodes are built; the first of equals wins, and nodes of the last
     depth never open, so the order of nodes is that of a heap with insertion numbers. Children of zero probability are
     no nodes: the next sibling group is written over them."""
     depth, width = logp.shape
-    slots = rows + width
+    slots = nodes + width
 
     def grows(tree):
         open_score, *_, built = tree
-        return (built < rows) & (open_score.max() > -jnp.inf)
+        return (built < nodes) & (open_score.max() > -jnp.inf)
 
     def expand(tree):
         open_score, tokens, parents, depths, built = tree
@@ -187,4 +192,4 @@ def _accum_logp(logp: Float[Array, "D W"], token: Int[Array, "D W"], rows: int):
         jnp.int32(1),
     )
     _, tokens, parents, depths, built = jax.lax.while_loop(grows, expand, start)
-    return tokens[:rows], parents[:rows], depths[:rows], jnp.minimum(built, rows)
+    return tokens[:nodes], parents[:nodes], depths[:nodes], jnp.minimum(built, nodes)

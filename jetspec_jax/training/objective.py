@@ -71,11 +71,10 @@ def module(family: str) -> str:
     Raises:
       ConfigError: there is no such family, or it cannot be trained.
     """
-    row = families.named(family)
-    if row is None or row.objective is None:
-        known = ", ".join(row.name for row in families.FAMILIES if row.objective)
-        raise ConfigError(f"--config.family={family}: choose one of {known}")
-    return row.objective
+    known = {row.name: row.objective for row in families.FAMILIES if row.objective}
+    if family not in known:
+        raise ConfigError(f"--config.family={family}: choose one of {', '.join(known)}")
+    return known[family]
 
 
 def load(name: str) -> Objective:

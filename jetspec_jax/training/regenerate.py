@@ -31,19 +31,22 @@ import numpy as np
 
 from jetspec_jax import command, speculate
 from jetspec_jax.config import ConfigError
+from jetspec_jax.engine import requests
+from jetspec_jax.engine.geometry import Geometry
 from jetspec_jax.engine.programs import program
 from jetspec_jax.fields import Option
 from jetspec_jax.files import demo, load, pair
 from jetspec_jax.loop.decoder import prefill, rounds
 from jetspec_jax.loop.plain import PLAIN
-from jetspec_jax.loop.processors import Sampling
 from jetspec_jax.loop.state import NONFINITE, STOP
 from jetspec_jax.loop.tree import Rule
+from jetspec_jax.options import SamplingConfig
 from jetspec_jax.training import files, manifest
 from jetspec_jax.training.data import answers as store
 from jetspec_jax.training.data import rows, turns
 from jetspec_jax.training.data.answers import Answers
 
+BLOCK = 64  # rounds of one launch: between two, a signal is answered
 PROMPT_STEP = 128  # padded prompt widths are multiples of this: one prefill program each
 MANIFEST = "manifest.json"
 
@@ -110,27 +113,19 @@ class Answerer:
 
         At most `batch` prompts; missing ones are rows that end before their first round.
         """
-        count = len(prompts)
-        lengths = np.ones(self.batch, np.int32)
-        lengths[:count] = [len(p) for p in prompts]
-        padded = np.zeros((self.batch, -(-int(lengths.max()) // PROMPT_STEP) * PROMPT_STEP), np.int32)
-        for row, prompt in enumerate(prompts):
-            padded[row, : len(prompt)] = prompt
-        limit = lengths + max_new * (np.arange(self.batch) < count).astype(np.int32)
-        seed = np.zeros(self.batch, np.uint32)
-        seed[:count] = seeds
-        eos = jnp.asarray(self.target.eos, jnp.int32)
-        request = speculate.Request(
-            tokens=jnp.asarray(padded),
-            prompt_length=jnp.asarray(lengths),
-            limit=jnp.asarray(limit),
-            budget=jnp.full(self.batch, self.budget, jnp.int32),
-            sampling=Sampling(jnp.full(self.batch, temperature) if temperature else None, jnp.asarray(seed)),
-            eos=jnp.broadcast_to(eos, (self.batch, eos.size)),
-        )
+        count, room = len(prompts), self._decoder.capacity - self._decoder.depth - 1
+        options = [
+            SamplingConfig(max_new, temperature, int(seed), eos=self.target.eos) for seed in seeds[:count].tolist()
+        ]
+        fitted = Geometry.fit(prompts, options, self._decoder.draft, room)
+        prompt = -(-max(map(len, prompts)) // PROMPT_STEP) * PROMPT_STEP
+        sizes = dataclasses.replace(fitted, batch=self.batch, capacity=self._decoder.capacity, prompt=min(prompt, room))
+        request = requests.arrays(prompts, options, [self.budget] * count, sizes)
         state = program(prefill, self._decoder, self._params, request).run(self._params, request)
-        args = self._params, state, jnp.int32(max_new)
-        state = program(rounds, self._decoder, *args, donate=(1,)).run(*args)
+        block = jnp.int32(BLOCK)
+        while not bool(state.done.all()):
+            args = self._params, state, block
+            state = program(rounds, self._decoder, *args, donate=(1,)).run(*args)
         tokens, length, reason = (np.asarray(x)[:count] for x in (state.tokens, state.length, state.reason))
         return [row[:n] for row, n in zip(tokens, length, strict=True)], reason
 
