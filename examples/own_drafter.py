@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jetspec_jax import SamplingConfig, TreeConfig, baseline, load_target, speculate
 from jetspec_jax.files import demo
 from jetspec_jax.files.pair import LoadedHead
-from jetspec_jax.loop.tree import Tree
+from jetspec_jax.loop.tree import cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +48,8 @@ class Bigrams:
             known &= place >= 0
             line.append(choice.past.tokens[row, place + 1])
             size += known
-        size, at = jnp.minimum(size, budget), jnp.arange(self.nodes)
-        fill = lambda values, padding: jnp.where(at < size[:, None], values, padding)
-        return Tree(fill(jnp.stack(line, 1), 0), fill(at - 1, -1), fill(at, 0), size), last
+        depths = jnp.broadcast_to(jnp.arange(self.nodes), (len(last), self.nodes))
+        return cut((jnp.stack(line, 1), depths - 1, depths, size), choice.anchor, budget), last
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy as np
 from jetspec_jax import SamplingConfig, TreeConfig, baseline, speculate
 from jetspec_jax.config import HeadConfig, ModelConfig
 from jetspec_jax.drafts import block
-from jetspec_jax.files.load import LoadedHead, LoadedTarget, random_params
+from jetspec_jax.files.pair import LoadedHead, LoadedTarget
 from jetspec_jax.models import qwen3
 from jetspec_jax.training import features, step
 from jetspec_jax.training.data import packing
@@ -37,10 +37,11 @@ head_config = HeadConfig(
     num_layers=1, num_target_layers=2, block_size=4, mask_token_id=0, tap_layers=(0, 1), causal=True, **sizes
 )
 model, shapes = qwen3.build(config, jnp.float32)
-target = LoadedTarget(model, random_params(shapes, scale=0.3), config, "float32", (), "", "", 0.0, lambda: None)
+draw = np.random.default_rng(0)
+weights = jax.tree.map(lambda x: jnp.float32((x.ndim == 1) + 0.3 * draw.standard_normal(x.shape)), shapes)
+target = LoadedTarget(model, weights, config, "float32", (), "", "", 0.0, lambda: None)
 
 # 1. The target answers prompts; the head will learn these answers, and not the prompts.
-draw = np.random.default_rng(0)
 prompts = [draw.integers(1, 48, 4).tolist() for _ in range(32)]
 answers = baseline.generate(target, prompts, SamplingConfig(20))
 rows = [[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)]
