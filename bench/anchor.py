@@ -12,7 +12,7 @@ from jetspec_jax.config import ConfigError
 
 
 def per_token(pair: shapes.Pair, length: int, steps: int, repeats: int = 3) -> float:
-    """Seconds a token behind a prompt of `length`: static cache, compiled, greedy, batch 1, the weights of `pair`.
+    """Seconds a token after a prompt of `length`: static cache, compiled, greedy, batch 1, the weights of `pair`.
 
     The median over `repeats` of (time of `steps` tokens - time of `steps` // 4) / difference.
     """

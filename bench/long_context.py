@@ -1,8 +1,8 @@
-"""Long prompts: time and memory of reading them, and whether both ways of decoding agree behind them.
+"""Long prompts: time and memory of reading them, and whether both ways of decoding agree after them.
 
     python bench/long_context.py --shape qwen3-0.6b --prompts 1024 8192 32000 --dtype float32
 
-Random weights, random prompts, `--new` tokens. Times are medians of `--repeats` runs behind one that is not counted;
+Random weights, random prompts, `--new` tokens. Times are medians of `--repeats` runs after one that is not counted;
 `plain` and `round` are the mean step of a run. `temp` is the temporary memory of the program that reads the prompt
 (prompt and cache not counted); it should not grow with prompt x vocabulary. Prints a table, then one JSON line; exit
 status 1 if any output differs in float32.

@@ -4,7 +4,7 @@
     python bench/synthetic_accept.py --shape qwen3-8b --budgets 64 --accept 7 --temperature 1 --top_p 0.95
 
 Target and head run whole, with random weights; then the script's token gets a bonus that no noise reaches. The draft's
-bonus goes to the right token for as many positions as a round shall accept, and to a wrong one behind. So acceptance is
+bonus goes to the right token for as many positions as a round shall accept, and to a wrong one after. So acceptance is
 known and every operation is paid for, also those whose cost depends on it: with options (--top_p and the like) the rows
 that the accepted path visits are processed. Prints a table, then one JSON line.
 """

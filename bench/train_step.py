@@ -116,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def seconds(call, args: command.Args) -> float:
-    """Of one call, behind one that compiles."""
+    """Returns the seconds of one call, after one that compiles."""
 
     def run(n: int):
         for _ in range(n):

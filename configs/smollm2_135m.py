@@ -10,7 +10,7 @@ memory fewer sequences are kept and the log says so).
 Run in 14 minutes 23 seconds and two commands, with the pool (a minute on a CPU) made before: 141 s to the first step
 (15,000 prompts that the target writes, 8.4 M tokens of answers to those and to 28,000 of the pool, packing, features),
 674 s of training (18,000 steps of 34.5 ms, nine evaluations, compilations), 48 s for the second command's start and
-exports. Acceptance length at budget 64: 6.15 / 6.04 / 5.44 / 5.81 / 3.88 on GSM8K / MATH-500 / HumanEval / MBPP /
+exports. Tokens verified a round at budget 64: 6.15 / 6.04 / 5.44 / 5.81 / 3.88 on GSM8K / MATH-500 / HumanEval / MBPP /
 MT-Bench (docs/measurements.md). On held-out prompts it grows no more after step 14,000. The pool depends on the
 installed packages, whose functions are part of it; their names and licences are in the model card.
 

@@ -5,7 +5,7 @@
 
 Decodes a prompt file plainly and speculatively, in batches, and looks at the first token in which each pair of outputs
 differs. Both decodings are then run once more, so that the logits compared are those of the very computations that
-chose: one row behind the cache of the plain run, and the node of the verified tree behind that of the speculative run.
+chose: one row after the cache of the plain run, and the node of the verified tree after that of the speculative run.
 
 Verdict `tie` (rounding decided between two equally good tokens):
   float32    the gap between the two tokens in the plain run is below 1e-4 of the logits' standard deviation;

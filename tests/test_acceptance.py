@@ -57,6 +57,9 @@ def test_every_figure_of_known_rounds():
     cut = dataclasses.replace(result([1, 3, 6]), emitted=[1, 3, 2])
     cut = acceptance.pooled([cut])
     assert (cut["acceptance_length"], cut["verified_per_round"]) == (2, pytest.approx(10 / 3))
+    ended = dataclasses.replace(result([2, 4]), finish_reason="stop")
+    mixed = acceptance.pooled([result([1, 3, 8]), ended])  # what the limit cut does not count here
+    assert (mixed["stopped"], mixed["stopped_length"], both["stopped_length"]) == (1, 3, None)
     none = acceptance.pooled([dataclasses.replace(base, rounds=0, accept_lengths=[], emitted=[])])
     assert none["acceptance_length"] == 0 and none["conditional"] == [None]
 

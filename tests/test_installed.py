@@ -37,7 +37,9 @@ def scripts(tmp_path_factory):
 def test_every_command(scripts, tmp_path):
     environment = os.environ | {"JETSPEC_CACHE": str(tmp_path / "cache"), "PYTHONPATH": ""}
     call = lambda name, *argv: run(scripts / f"jetspec-{name}", *argv, cwd=tmp_path, env=environment)
-    where = run(scripts / "python", "-c", "import jetspec_jax; print(jetspec_jax.__file__)", cwd=tmp_path)
+    where = run(
+        scripts / "python", "-c", "import jetspec_jax; print(jetspec_jax.__file__)", cwd=tmp_path, env=environment
+    )
     assert str(scripts.parent) in where.stdout
     for name in ("decode", "train", "audit", "doctor"):
         got = call(name, "--help")

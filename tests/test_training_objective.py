@@ -35,13 +35,15 @@ def test_every_objective_has_all_functions():
 
 
 def test_training_names_no_family():
-    """Who imports a head's types or an objective would have to change for the next family."""
+    """Who imports a head's types or an objective would have to change for the next family; their table names them."""
     for path in TRAINING.rglob("*.py"):
         if path.parent.name == "objectives":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if names == ["families", "jetspec_jax.drafts"]:
+                continue
             assert not any("drafts" in n or "objectives" in n or n == "HeadConfig" for n in names), path
 
 

@@ -38,7 +38,7 @@ def resolve(target, option: SamplingConfig) -> SamplingConfig:
 
 
 def _banned(target, option: SamplingConfig) -> tuple[tuple[int, ...], ...]:
-    """Bad words as token ids; a text is looked for as it stands and behind a space."""
+    """Bad words as token ids; a text is looked for as it stands and after a space."""
     found: list[tuple[int, ...]] = []
     for word in option.bad_words:
         if isinstance(word, str):

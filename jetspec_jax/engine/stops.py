@@ -55,7 +55,7 @@ class StopText:
         return self._text
 
     def _search(self, old: int) -> None:
-        """Looks for a stop string that ends behind the first `old` characters."""
+        """Looks for a stop string that ends after the first `old` characters."""
         hits = [(self._text.find(stop, max(0, old - len(stop) + 1)), len(stop), stop) for stop in self._stops]
         hits = [hit for hit in hits if hit[0] >= 0]
         if hits:

@@ -57,6 +57,8 @@ def pooled(results: Sequence[speculate.Result]) -> dict:
         limits cut them. interval_95 is its own.
     verified_per_round: the same before that cut, as the rounds verified them.
     accepted_per_round: drafted tokens that a round verified, without the bonus.
+    stopped: answers that ended by themselves. stopped_length: acceptance length of these alone (None without any); what
+        the limit cut often is a loop, which is easy to draft.
     reached: share of rounds that accepted at least 1, 2, ... drafted tokens; conditional: of those rounds that accepted
         the one before (None where no round did).
     """
@@ -65,6 +67,7 @@ def pooled(results: Sequence[speculate.Result]) -> dict:
     drafted = np.array([n - 1 for r in results for n in r.accept_lengths])
     count = [int((drafted >= k).sum()) for k in range(max(drafted.max(initial=0), 1) + 1)]
     total = max(int(rounds.sum()), 1)
+    stopped = np.array([r.finish_reason == "stop" for r in results])
     draws = np.random.default_rng(0).integers(0, len(results), (2000, len(results)))
     spread = emitted[draws].sum(1) / np.maximum(rounds[draws].sum(1), 1)
     return {
@@ -78,7 +81,8 @@ def pooled(results: Sequence[speculate.Result]) -> dict:
         "reached": [n / total for n in count[1:]],
         "conditional": [n / before if before else None for before, n in itertools.pairwise(count)],
         "acceptance_lengths": [r.acceptance_length for r in results],  # of each prompt
-        "stopped": sum(r.finish_reason == "stop" for r in results),
+        "stopped": int(stopped.sum()),
+        "stopped_length": float(emitted[stopped].sum() / rounds[stopped].sum()) if rounds[stopped].sum() else None,
         "token_ids": [r.token_ids for r in results],
     }
 
@@ -170,11 +174,13 @@ def main(argv: Sequence[str]) -> int:
                 row["plain"] = differing(target, prompts, outputs, sampling, args.batch)
             table.append(row)
             low, high = row["interval_95"]
+            alone = "" if row["stopped_length"] is None else f" (these alone {row['stopped_length']:.2f})"
             print(
                 f"{row['set']:14} budget {row['budget']:4} T {row['temperature']:g} sharpness {row['sharpness']:g}  "
                 f"acceptance length {row['acceptance_length']:.2f} ({low:.2f}-{high:.2f})  accepted drafts "
                 f"{row['accepted_per_round']:.2f}, verified {row['verified_per_round']:.2f} a round  "
-                f"{row['prompts']} prompts, {row['rounds']} rounds  {row.get('plain', '')}",
+                f"{row['prompts']} prompts, {row['rounds']} rounds  {row['stopped']} ended by themselves"
+                f"{alone}  {row.get('plain', '')}",
                 flush=True,
             )
     print(json.dumps({"settings": settings | {"dtype": str(target.dtype), "thinking": thinking}, "table": table}))

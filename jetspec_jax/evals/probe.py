@@ -42,7 +42,7 @@ class Texts(NamedTuple):
 
     tokens: jax.Array  # [R, S] int32
     layers: jax.Array  # [R, S, L * E]
-    anchors: np.ndarray  # [R, A] absolute positions, each with a whole block behind it
+    anchors: np.ndarray  # [R, A] absolute positions, each with a whole block after it
 
 
 @narrow
@@ -94,18 +94,18 @@ def runs(target, head, found: Texts, config: HeadConfig) -> tuple[np.ndarray, np
         )
     )  # fmt: skip
     text = np.repeat(np.asarray(found.tokens), ANCHORS, 0)
-    behind = lambda first: text[
+    after = lambda first: text[
         np.arange(len(at))[:, None], np.minimum(at[:, None] + first + np.arange(guesses.shape[1]), slots - 1)
     ]
     length = lambda right: 1 + np.cumprod(guesses == right, axis=1).sum(1)
-    return length(behind(1)), length(behind(2))
+    return length(after(1)), length(after(2))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _guesses(  # noqa: PLR0913  # arrays of one program
     model, draft, weights, params, features, tokens, anchors, mask
 ):
-    """The head's best token of every drafted position behind every anchor [B, D]."""
+    """The head's best token of every drafted position after every anchor [B, D]."""
     ends = Ends(
         lambda block: model.embed(weights, block.at[:, 1:].set(mask)), lambda hidden: model.logits(weights, hidden)
     )

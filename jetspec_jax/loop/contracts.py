@@ -18,7 +18,7 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """As a user chooses it."""
+        """The word by which a user chooses it."""
 
     def commit(self, cache: Cache, fresh: Cache, path: Int[Array, "B R"], start: Int[Array, " B"]) -> Cache:
         """Writes the fresh rows of `path` to slots start..start+R-1 of every layer."""
@@ -48,7 +48,7 @@ class Target(Protocol):
         """How it computes; the loop's own parts follow it."""
 
     def init_cache(self, params, batch: int, capacity: int) -> Cache:
-        """An empty K/V cache."""
+        """Returns an empty K/V cache."""
 
     def forward(
         self,
@@ -60,13 +60,13 @@ class Target(Protocol):
         length: Int[Array, " B"] | None = None,
         taps: tuple[int, ...] = (),
     ) -> Output:
-        """T fresh rows behind the first `length` slots of `cache`; writes nothing."""
+        """Runs T fresh rows after the first `length` slots of `cache`; writes nothing."""
 
     def embed(self, params, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows E"]:
-        """Rows of the embedding table."""
+        """Returns rows of the embedding table."""
 
     def logits(self, params, hidden: Float[Array, "*rows E"]) -> Float[Array, "*rows V"]:
-        """f32 logits of final hidden states."""
+        """Returns f32 logits of final hidden states."""
 
 
 class Seen(NamedTuple):

@@ -44,8 +44,8 @@ class Settings:
     """One training run; a wrong value raises ConfigError with the key, the value and what is valid."""
 
     # ---- the run
-    seed: int = _number(0, "of everything that is drawn", 0, 2**32 - 1)
-    max_minutes: float = _number(0.0, "of this command; saves and stops then, the same command goes on; 0: none", 0)
+    seed: int = _number(0, "seed of everything that is drawn", 0, 2**32 - 1)
+    max_minutes: float = _number(0.0, "after which it saves and stops; the same command goes on; 0 is no limit", 0)
     until: str = _one_of("export", "last stage to run", *STAGES)
 
     # ---- target
@@ -56,19 +56,19 @@ class Settings:
     # ---- prompts
     data: str = _key("", "rows: .jsonl, .parquet, a folder of them, or a Hugging Face dataset on disk")
     prompt_sets: str = _key("", "folder of prompt sets: the pool where data is empty, and benchmarks to keep off")
-    code_prompts: int = _number(11_000, "its prompts that ask for a function", 0)
-    code_per_package: int = _number(600, "functions of one package in it", 1)
-    chat_prompts: int = _number(2_500, "chat prompts in it", 0)
+    code_prompts: int = _number(11_000, "prompts of the pool that ask for a function", 0)
+    code_per_package: int = _number(600, "functions of one package in the pool", 1)
+    chat_prompts: int = _number(2_500, "chat prompts in the pool", 0)
     own_prompts: int = _number(0, "user turns that the target writes itself, beside the pool's", 0)
-    own_temperature: float = _number(1.0, "at which it writes them", 0, 10, above=True)
-    max_prompts: int = _number(0, "takes the first rows, own_prompts on top; 0 is all", 0)
+    own_temperature: float = _number(1.0, "temperature at which it writes them", 0, 10, above=True)
+    max_prompts: int = _number(0, "take the first rows, own_prompts on top; 0 is all", 0)
 
     # ---- answers
     answers: str = _one_of("target", "learn what the target answers, or the rows' own answers", "target", "corpus")
-    max_prompt_tokens: int = _number(256, "of a prompt that is answered; corpus rows: see sequence_length", 1)
+    max_prompt_tokens: int = _number(256, "longest prompt that is answered; corpus rows: see sequence_length", 1)
     max_new_tokens: int = _number(256, "tokens of an answer of the target", 2)
     samples: int = _number(0, "sampled answers a prompt, beside the greedy one", 0)
-    temperature: float = _number(0.8, "of the sampled answers", 0, 10, above=True)
+    temperature: float = _number(0.8, "temperature of the sampled answers", 0, 10, above=True)
     answer_batch: int = _number(256, "prompts answered together", 1)
     save_batches: int = _number(8, "batches in one file of answers", 1)
     answer_head: str = _key("", "a head that speeds the answers up; '' decodes plainly")
@@ -85,13 +85,17 @@ class Settings:
 
     # ---- features
     features: str = _one_of(
-        "online", "of the target: in every step, or once to files or the devices", "online", "disk", "memory"
+        "online",
+        "made in every step, or once to files or to the devices",
+        "online",
+        "disk",
+        "memory",
     )
     feature_batch: int = _number(16, "sequences at a time, where features are made once", 1)
     scale_sequences: int = _number(64, "sequences from which the channels' scale is taken", 1)
 
     # ---- head; every size that is not here is the target's
-    family: str = _key("", "of the head; '' is jetspec, or dflash where causal is false")
+    family: str = _key("", "family of the head; '' is jetspec, or dflash where causal is false")
     head_layers: int = _number(5, "layers of the head", 1, 100)
     taps: int = _number(5, "tapped layers, spread by the published formula", 1, 100)
     tap_layers: tuple[int, ...] = _key((), "or exactly these, 0-based")
@@ -106,7 +110,7 @@ class Settings:
     forward_kl: float = _number(1.0, "share of the mix of losses", 0)
     reverse_kl: float = _number(0.0, "share of the mix", 0)
     cross_entropy: float = _number(0.0, "share of the mix", 0)
-    loss_temperature: float = _number(1.0, "of the two divergences", 0, 100, above=True)
+    loss_temperature: float = _number(1.0, "temperature of the two divergences", 0, 100, above=True)
     loss_chunk: int = _number(4096, "rows whose f32 logits exist at a time", 1)
 
     # ---- optimiser
@@ -117,14 +121,16 @@ class Settings:
     peak_lr: float = _number(3e-4, "learning rate after the warm-up", 0, 1, above=True)
     warmup: float = _number(0.04, "share of the steps", 0, 1)
     final_lr: float = _number(0.1, "share of the peak, at the end of the cosine", 0, 1)
-    beta1: float = _number(0.9, "of AdamW", 0, 0.9999)
-    beta2: float = _number(0.95, "of AdamW", 0, 0.99999)
-    weight_decay: float = _number(0.0, "of matrices", 0, 1)
+    beta1: float = _number(0.9, "first moment of AdamW", 0, 0.9999)
+    beta2: float = _number(0.95, "second moment of AdamW", 0, 0.99999)
+    weight_decay: float = _number(0.0, "weight decay of matrices", 0, 1)
     clip: float = _number(1.0, "most of the gradient's global norm", 0, above=True)
 
     # ---- devices
     model_parallel: int = _number(1, "devices that share one copy of the target", 1)
-    attention: str = _one_of("auto", "auto is cudnn on an NVIDIA GPU in 16 bits", "auto", "xla", "cudnn")
+    attention: str = _one_of(
+        "auto", "what computes it; auto is cudnn on an NVIDIA GPU in 16 bits", "auto", "xla", "cudnn"
+    )
     remat: bool = _key(True, "compute layers again in the backward pass instead of keeping what is in them")
 
     # ---- figures
@@ -135,13 +141,13 @@ class Settings:
     eval_budgets: tuple[int, ...] = _key(
         (16, 32, 64, 128, 256), "tree nodes, root included; the middle one decides what is best"
     )
-    eval_width: int = _number(64, "candidates a depth of their trees", 1, 1024)
+    eval_width: int = _number(64, "candidates a depth of these trees", 1, 1024)
     decode_prompts: str = _key("", "prompt file that the finished head decodes for real")
     decode_limit: int = _number(32, "prompts of that file", 1)
     decode_budget: int = _number(64, "tree nodes of that decoding", 1, 1024)
     resume_step: int = _number(0, "checkpoint to go on from; 0 is the newest that is whole", 0)
     export: str = _one_of("best", "the step with the best held-out acceptance length, or the last", "best", "last")
-    license: str = _key("", "of the exported head, as its model card names it, e.g. apache-2.0")
+    license: str = _key("", "license of the exported head, as its model card names it, e.g. apache-2.0")
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -204,7 +210,8 @@ KINDS: dict[str, Any] = {f.name: typing.get_type_hints(Settings)[f.name] for f i
 
 def option(field: dataclasses.Field) -> Option:
     """The option of a key on the command line; `from_text` and the class check its value."""
-    limits, known = field.metadata, [field.metadata.get("help", "")]
+    limits, said = field.metadata, field.metadata.get("help", "")
+    known = [f"{said[:1].upper()}{said[1:]}." if said else ""]
     if "choices" in limits:
         known.append(f"One of {', '.join(map(repr, limits['choices']))}.")
     if "low" in limits:
