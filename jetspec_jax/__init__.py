@@ -27,20 +27,18 @@ _PUBLIC = {
     "TreeConfig": "jetspec_jax.config",
     "SamplingConfig": "jetspec_jax.config",
     "ConfigError": "jetspec_jax.config",
-    "speculate": None,
-    "baseline": None,
 }
-__all__ = [*_PUBLIC, "__version__"]
+_MODULES = {"speculate": "speculate", "baseline": "baseline", "demo": "files.demo"}
+__all__ = [*_PUBLIC, *_MODULES, "__version__"]
 
 
 def __getattr__(name: str):
     """Loads a public name when it is first used: `import jetspec_jax` alone imports no jax."""
+    if name in _MODULES:
+        return importlib.import_module(f"jetspec_jax.{_MODULES[name]}")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'jetspec_jax' has no attribute {name!r}")
-    module = _PUBLIC[name]
-    if module is None:
-        return importlib.import_module(f"jetspec_jax.{name}")
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
 
 
 def __dir__():
