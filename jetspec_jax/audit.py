@@ -186,19 +186,19 @@ def _judge(
     d: Divergence,
     plain: np.ndarray,
     fast: np.ndarray,
-    behind: tuple[Any, Sequence[int], Sequence[int]],
+    before: tuple[Any, Sequence[int], Sequence[int]],
     sampling: SamplingConfig,
     repeats: bool,
 ) -> None:
     """Fills in the figures and the verdict that one position in its own precision allows.
 
-    behind: the target, the prompt, and the new tokens that both outputs share.
+    before: the target, the prompt, and the new tokens that both outputs share.
     """
     if d.plain_token is None or d.token is None:
         d.reason = "one output ended where the other goes on"
         return
     heat = sampling.temperature if sampling.temperature >= MIN_TEMPERATURE else 1.0
-    scores, others = (np.asarray(baseline.scores(*behind, jnp.asarray(x), sampling)[1]) for x in (plain, fast))
+    scores, others = (np.asarray(baseline.scores(*before, jnp.asarray(x), sampling)[1]) for x in (plain, fast))
     second, best = np.partition(scores, -2)[-2:]
     d.margin, d.std = float(best - second), float(plain.std())
     d.gap = float(scores[d.plain_token] - scores[d.token])
@@ -206,7 +206,7 @@ def _judge(
     chose = int(scores.argmax()), int(others.argmax())
     if not repeats or chose != (d.plain_token, d.token):
         d.reason = "a second run does not repeat the first"
-    elif str(behind[0].dtype) == "float32":
+    elif str(before[0].dtype) == "float32":
         d.verdict = "tie" if d.gap < TIE * d.std else "defect"
         d.reason = (
             f"gap {d.gap / d.std:.1e} of the logits' std, {'below' if d.verdict == 'tie' else 'not below'} {TIE:g}"

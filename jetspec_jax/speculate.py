@@ -63,7 +63,7 @@ def generate(
     sampling: SamplingConfig | Sequence[SamplingConfig] | None = None, chat: bool | None = None, *,
     thinking: bool | None = None, prefill_chunk: int | None = None,
 ) -> list[Result]: ...  # fmt: skip
-def generate(  # noqa: PLR0913
+def generate(  # noqa: PLR0913  # the options of a call
     target: LoadedTarget, head: LoadedHead | None, prompts: Any, tree: TreeConfig | None = None,
     sampling: SamplingConfig | Sequence[SamplingConfig] | None = None, chat: bool | None = None, *,
     thinking: bool | None = None, prefill_chunk: int | None = None,
@@ -98,7 +98,7 @@ def generate(  # noqa: PLR0913
     return results[0] if single else results
 
 
-def stream(  # noqa: PLR0913
+def stream(  # noqa: PLR0913  # the options of a call
     target: LoadedTarget, head: LoadedHead | None, prompt: Any, tree: TreeConfig | None = None,
     sampling: SamplingConfig | None = None, chat: bool | None = None, *, thinking: bool | None = None,
     prefill_chunk: int | None = None,
@@ -142,7 +142,7 @@ def sound(results: Sequence[Result]) -> Sequence[Result]:
     return results
 
 
-def start(  # noqa: PLR0913
+def start(  # noqa: PLR0913  # the options of a call
     target: LoadedTarget, head: Any, prompts: Any, tree: Any = None, sampling: Any = None, chat: bool | None = None, *,
     watch: bool = False, thinking: bool | None = None, prefill_chunk: Any = None,
 ) -> Engine:  # fmt: skip
