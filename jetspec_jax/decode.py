@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jetspec_jax import command, methods
+from jetspec_jax import command, methods, outcome
 from jetspec_jax.command import SAMPLING, TREE, Option, UsageError
 from jetspec_jax.methods import METHODS
 from jetspec_jax.options import ConfigError, SamplingConfig, TreeConfig, shown
@@ -102,9 +102,10 @@ def main(argv: Sequence[str]) -> int:
     run = _load(args, tree, any("budget" in row.options for row in rows))
     _say(f"decoding on {_device()}; programs that are new to this machine are compiled first")
     jobs = _jobs(run, rows, sampling)  # all are checked before the first is decoded
+    broken = 0
     for first in range(0, len(jobs), args.batch):
-        _decode(run, jobs[first : first + args.batch])
-    return 0
+        broken += _decode(run, jobs[first : first + args.batch])
+    return 1 if broken else 0
 
 
 def _check(args: command.Args) -> None:
@@ -186,8 +187,9 @@ def _load(args: command.Args, tree: TreeConfig, asked: bool) -> Run:
 
 
 class Job(NamedTuple):
-    """One prompt, ready to be decoded. thinking: the mode that it was rendered in."""
+    """One prompt, ready to be decoded. where: file and line. thinking: the mode that it was rendered in."""
 
+    where: str
     id: Any
     ids: list[int]
     sampling: SamplingConfig
@@ -208,19 +210,22 @@ def _jobs(run: Run, rows: Sequence[Any], sampling: SamplingConfig) -> list[Job]:
         if not row.where:
             ids = prompts.prompt_ids(target, row.prompt, args.chat, mode)
             speculate.check(target, ids, sampling)
-            return [Job(None, ids, sampling, mode)]
+            return [Job("", None, ids, sampling, mode)]
         own = row.sampling(sampling)
         ids = row.encode(target, usual, args.chat)
         try:
             speculate.check(target, ids, own)
         except ConfigError as error:
             raise ConfigError(f"{row.where}: {error}") from None
-        jobs.append(Job(row.id, ids, own, mode))
+        jobs.append(Job(row.where, row.id, ids, own, mode))
     return jobs
 
 
-def _decode(run: Run, jobs: Sequence[Job]) -> None:
-    """Decodes some prompts together and prints what is asked for."""
+def _decode(run: Run, jobs: Sequence[Job]) -> int:
+    """Decodes some prompts together and prints what is asked for; returns how many ended with an error.
+
+    A row that ends so is printed like its mates, in its place, and does not keep the next ones from being decoded.
+    """
     import jax
 
     from jetspec_jax import baseline, speculate
@@ -232,26 +237,40 @@ def _decode(run: Run, jobs: Sequence[Job]) -> None:
     if recorded:
         results = [_recorded(run, jobs[0])]
     elif streamed:
-        for piece in speculate.stream(run.target, run.head, prompts[0], run.tree, options[0], **chunk):
-            print(piece.text, end="", flush=True)
-        results = [piece.result]
+        results = [_streamed(run, jobs[0])]
     else:
-        found = speculate.generate(run.target, run.head, prompts, run.tree, options, **chunk)
-        assert isinstance(found, list)  # a list of prompts gives a list
-        results = found
+        results = speculate.start(run.target, run.head, prompts, run.tree, options, **chunk).finish()
     if args.profile:
         with jax.profiler.trace(args.profile):
-            speculate.generate(run.target, run.head, prompts, run.tree, options, **chunk)
-    plain = baseline.generate(run.target, prompts, options, **chunk) if args.compare else [None] * len(jobs)
+            speculate.start(run.target, run.head, prompts, run.tree, options, **chunk).finish()
+    plain: Sequence[Any] = [None] * len(jobs)
+    if args.compare:
+        plain = speculate.start(run.target, None, prompts, None, options, **chunk).finish()
     for job, result, other in zip(jobs, results, plain, strict=True):
         result.settings["thinking"] = job.thinking  # the prompt was rendered here
-        report = baseline.compare(run.target, job.ids, other, result, job.sampling) if other else None
+        sound = other and not (result.error or other.error)
+        report = baseline.compare(run.target, job.ids, other, result, job.sampling) if sound else None
         if args.json:
             extra = ({"id": job.id} if job.id is not None else {}) | ({"compare": report} if report else {})
             print(json.dumps(result.to_json() | {"method": run.method, "prompt_ids": job.ids} | extra), flush=True)
         else:
             print("" if streamed else result.text, flush=True)
             _summary(result, other, report)
+        if result.error:
+            _say(f"{outcome.installed() or 'decode.py'}: {job.where and f'{job.where}: '}{result.error}")
+    return sum(result.error is not None for result in results)
+
+
+def _streamed(run: Run, job: Job) -> Any:
+    """Prints the text of one prompt as it comes, and returns the result."""
+    from jetspec_jax import speculate
+
+    engine = speculate.start(
+        run.target, run.head, [job.ids], run.tree, job.sampling, watch=True, prefill_chunk=run.args.prefill_chunk
+    )
+    for piece in speculate.pieces(engine):
+        print(piece.text, end="", flush=True)
+    return piece.result
 
 
 def _recorded(run: Run, job: Job) -> Any:
@@ -284,6 +303,8 @@ def _token(target, token: int) -> str:
 
 
 def _summary(result, plain, report) -> None:
+    if result.error:  # said in a line of its own
+        return
     s = result.seconds
     spent = ", ".join(f"{part} {s[part]:.2f} s" for part in ("load", "compile", "prefill", "decode"))
     _say(

@@ -118,6 +118,7 @@ def measure(
     """
     results = speculate.generate(target, head, prompts, TreeConfig(BUDGET), SamplingConfig(new))
     assert isinstance(results, list)  # a list of prompts gives a list
+    speculate.sound(results)
     rounds = sum(r.rounds for r in results)
     length = sum(sum(r.emitted) for r in results) / max(rounds, 1)
     figures = {"acceptance_length": length, "rounds": rounds, "budget": BUDGET}

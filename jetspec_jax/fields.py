@@ -37,6 +37,7 @@ def shown(value: Any) -> str:
         text = _SHORTENED.repr(value)
     except ValueError:  # Python writes out no number of more than 4300 digits
         return "a number of thousands of digits"
+    text = " ".join(text.split()) if "\n" in text else text  # arrays; a text's own line ends are written \\n
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
@@ -48,6 +49,12 @@ def whole(value: Any) -> TypeGuard[int]:
 def real(value: Any) -> TypeGuard[float]:
     """Returns whether a value is a number; true and false are not."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def switch(name: str, value: Any) -> None:
+    """Raises ConfigError for a switch that is neither true, false nor None: a text such as "no" would count as true."""
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"{name}={shown(value)}: give True, False or None")
 
 
 class Fields:

@@ -24,10 +24,13 @@ SHARPNESS = 0.85  # by measurement on the demo pair (docs/measurements.md), toge
 
 
 def _check_table(config) -> None:
+    """Checks every value, and makes Python's own of numbers of other kinds (numpy's): results are written as JSON."""
     for name, described in table(type(config)).items():
         value = getattr(config, name)
         if value is not None or described.default is not None:
             described.check(value)
+        if not isinstance(value, int | float) and described.kind in ("whole", "number") and value is not None:
+            object.__setattr__(config, name, int(value) if described.kind == "whole" else float(value))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,9 +153,9 @@ class SamplingConfig:
         if not _ids(self.stop_token_ids):
             raise ConfigError(f"stop_token_ids={shown(self.stop_token_ids)}: give a list of token ids")
         put = lambda name, value: object.__setattr__(self, name, value)  # frozen, and hashable from here on
-        put("eos", None if self.eos is None else tuple(self.eos))
+        put("eos", None if self.eos is None else tuple(map(int, self.eos)))
         put("stop", self._stop())
-        put("stop_token_ids", tuple(self.stop_token_ids))
+        put("stop_token_ids", tuple(map(int, self.stop_token_ids)))
         put("logit_bias", self._logit_bias())
         put("bad_words", self._bad_words())
 
@@ -166,11 +169,11 @@ class SamplingConfig:
     def _logit_bias(self) -> tuple[tuple[int, float], ...]:
         given = self.logit_bias
         items = given.items() if isinstance(given, Mapping) else given
-        pairs: list[Any] = list(items) if isinstance(items, Iterable) else [items]
         try:  # the keys of a JSON object are text
+            pairs: list[Any] = list(items) if isinstance(items, Iterable) else [items]
             found = {int(token): float(value) for token, value in pairs if not isinstance(token, float | bool)}
         except (TypeError, ValueError, OverflowError):
-            found = {}
+            pairs, found = [None], {}
         if len(found) != len(pairs) or not all(map(math.isfinite, found.values())):
             raise ConfigError(f"logit_bias={shown(given)}: give {{token id: finite number}}, each token once")
         return tuple(sorted(found.items()))
@@ -179,7 +182,7 @@ class SamplingConfig:
         given = self.bad_words
         if isinstance(given, tuple | list) and all((isinstance(w, str) or _ids(w)) and w for w in given):
             _check_text("bad_words", given)
-            return tuple(w if isinstance(w, str) else tuple(w) for w in given)
+            return tuple(w if isinstance(w, str) else tuple(map(int, w)) for w in given)
         raise ConfigError(f"bad_words={shown(given)}: give a list of texts or of sequences of token ids, none empty")
 
 

@@ -74,7 +74,8 @@ def _refuse(name: str, error: BaseException, full: str, after: str) -> int:
     if came or isinstance(error, KeyboardInterrupt | Terminated):  # whatever a library made of the signal
         number = came or (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
         for listener in _listeners:
-            listener.said = True
+            listener.name, listener.came = name, number
+            _leave(listener)
         return _say(name, WORDS[number] + after, 128 + number)
     if isinstance(error, Exception) and os.environ.get("JETSPEC_TRACEBACK") and not _ours(error):
         raise error
@@ -180,10 +181,16 @@ def listening(name: str) -> Iterator[None]:
     _listeners.append(listener)
     yield
     if listener.came:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-        listener.end()  # without waiting for what the device still computes
+        _leave(listener)
     listener.close()
+
+
+def _leave(listener: _Listener) -> NoReturn:
+    """Ends the process now: without waiting for what the device still computes, and while the frames that were at work
+    still hold what it computes with. Letting go of that under its hands crashes now and then."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    listener.end()
 
 
 def _open_streams(name: str) -> None:
@@ -239,7 +246,7 @@ class _Listener:
                 self.came = self.came or number
                 self.end()
 
-    def end(self) -> None:
+    def end(self) -> NoReturn:
         """Ends the process now."""
         if not self.said:
             self.said = True

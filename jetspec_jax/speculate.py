@@ -14,6 +14,7 @@ import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
+from jetspec_jax import fields
 from jetspec_jax.engine import geometry, requests
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.geometry import DEFAULT_BUDGET, Geometry
@@ -30,8 +31,8 @@ from jetspec_jax.options import ConfigError, SamplingConfig, TreeConfig
 
 __all__ = [
     "DEFAULT_BUDGET", "DecodeError", "Decoder", "Engine", "Piece", "Prompt", "Request", "Result", "Round", "State",
-    "check", "generate", "prefill", "prefill_recorded", "prompt_ids", "rounds", "start", "step", "step_recorded",
-    "stream",
+    "check", "generate", "pieces", "prefill", "prefill_recorded", "prompt_ids", "rounds", "sound", "start", "step",
+    "step_recorded", "stream",
 ]  # fmt: skip
 
 STREAM_ROUNDS = 4  # rounds between two looks of a stream
@@ -112,19 +113,33 @@ def stream(  # noqa: PLR0913
     engine = start(
         target, head, listed, tree, sampling, chat, watch=True, thinking=thinking, prefill_chunk=prefill_chunk
     )
+    for piece in pieces(engine):
+        if piece.result and piece.result.error:
+            raise DecodeError(piece.result.error)
+        yield piece
+
+
+def pieces(engine: Engine) -> Iterator[Piece]:
+    """Yields what `stream` does of an engine's only row, which is watched; an error is in the last piece's result."""
     row, shown, seen = engine.rows[0], 0, 0
     while True:
         ids = engine.new_ids()[0]
         fresh, seen = ids[seen:], len(ids)
         result = engine.results()[0] if engine.over() else None
-        if result and result.error:
-            raise DecodeError(result.error)
         whole = row.text.settled if row and row.text else ""
         yield Piece(whole[shown:], fresh, result)
         if result:
             return
         shown = len(whole)
         engine.advance(STREAM_ROUNDS)
+
+
+def sound(results: Sequence[Result]) -> Sequence[Result]:
+    """Returns the results of a measurement; raises DecodeError where a row ended with an error, and counts for none."""
+    for number, result in enumerate(results, 1):
+        if result.error:
+            raise DecodeError(f"prompt {number} of {len(results)}: {result.error}")
+    return results
 
 
 def start(  # noqa: PLR0913
@@ -145,6 +160,7 @@ def start(  # noqa: PLR0913
     options, chunk = _options(sampling, len(prompts)), _chunk(prefill_chunk)
     if head is not None:
         pair.fits(target, head)
+    fields.switch("chat", chat)
     if chat and not any(isinstance(prompt, str) for prompt in prompts):
         raise ConfigError("chat=True: token ids are taken as they are; leave the option out")
     mode = pair.thinking(target, head, thinking) if pair.rendered(prompts, chat, thinking) else None

@@ -3,10 +3,11 @@
 import dataclasses
 import pathlib
 
+import jax.numpy as jnp
 import pytest
 import tiny
 
-from jetspec_jax import speculate
+from jetspec_jax import baseline, doctor, speculate
 from jetspec_jax.config import SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
 from jetspec_jax.files import load
@@ -71,3 +72,19 @@ def test_a_changed_token_is_reported_with_its_margin(pair):
     report = acceptance.differing(target, PROMPTS, outputs, sampling, batch=4)
     assert (report["equal"], report["different"]) == (3, 1)
     assert report["largest_margin"] > 1e-4
+
+
+def test_a_row_that_breaks_is_no_figure(pair, monkeypatch):
+    """What a broken row gave out until then would be averaged with the others."""
+    base = speculate.generate(tiny.target("dense"), None, [1], None, SamplingConfig(1))
+    results = [base, dataclasses.replace(base, error="not finite")]
+    monkeypatch.setattr(speculate, "generate", lambda *_: results)
+    with pytest.raises(speculate.DecodeError, match="prompt 2 of 2: not finite"):
+        acceptance.measure(*pair, [[1], [2]], TreeConfig(4), SamplingConfig(1), batch=2)
+    with pytest.raises(speculate.DecodeError, match="prompt 2 of 2: not finite"):
+        doctor.measure(*pair, [[1], [2]], 1)
+
+
+def test_the_margin_of_a_token_that_a_filter_dropped_is_to_the_cut():
+    raw, kept = jnp.array([3.0, 2.5, 1.0]), jnp.array([3.0, 2.5, -jnp.inf])
+    assert baseline.margin_of(raw, kept, 2) == 1.5 and baseline.margin_of(raw, kept, 1) == 0.5

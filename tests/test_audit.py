@@ -104,7 +104,41 @@ def test_a_tie_of_rounding_in_float32():
         assert (d["plain_token"], d["token"], d["gap"], d["margin"]) == (0, 1, 0.0, 0.0)
         assert d["difference"] == pytest.approx(1e-6, rel=0.2) and d["std"] > 1 and d["f32"] is None
         assert d["position"] > 0 and "below" in d["reason"]
-    assert report["tokens_compared"] < report["tokens"]
+    assert report["tokens_compared"] == 20 * report["equal"] + sum(d["position"] + 1 for d in report["divergences"])
+
+
+def judged(dtype, gap: float, difference: float, repeats=True) -> audit.Divergence:
+    """The verdict where tokens 0 and 1 are the best: 0 of the plain run by `gap`, 1 of the other."""
+    plain = np.linspace(-2, 2, tiny.VOCAB).astype(np.float32)
+    plain[0], plain[1] = 5, 5 - gap
+    fast = plain.copy()
+    fast[0] -= difference
+    this = audit.Divergence(0, 1, 0, 1)
+    loaded = dataclasses.replace(tiny.hash_target(), dtype=dtype)
+    audit._judge(this, plain, fast, (loaded, [3], [4]), SAMPLING, repeats)
+    return this
+
+
+def test_the_borders_of_a_tie():
+    """As the module's docstring says them: 1e-4 of the std in float32, twice the runs' difference in 16 bits."""
+    std = judged("float32", 1e-4, 1.0).std
+    assert std == pytest.approx(1.65, rel=0.1)
+    assert [judged("float32", share * std, 1.0).verdict for share in (9e-5, 1.1e-4)] == ["tie", "defect"]
+    # The other token must win in the other run, so the difference is larger than the gap: another logit has it.
+    assert judged("bfloat16", 0.9, 1.0).verdict == "tie" and judged("float32", 1e-5, 1.0, False).verdict == "defect"
+
+
+def test_the_borders_of_16_bits(monkeypatch):
+    """Float32 agrees; the speculative logits may be eight times as far from it, and no farther."""
+    monkeypatch.setattr(audit, "audit", lambda *a: {"divergences": []})
+    monkeypatch.setattr(audit.baseline, "next_logits", lambda target, rows: jnp.zeros((len(rows), 4)))
+    verdicts = []
+    for far in (7.9, 8.1):
+        d = audit.Divergence(0, 1, 0, 1, verdict="tie")
+        kept = {0: ([1, 2], np.full(4, 1.0), np.full(4, far))}
+        audit._recheck(*stub("", jnp.bfloat16), PROMPTS, TREE, SAMPLING, 4, [d], kept)
+        verdicts.append((d.verdict, d.f32["plain_error"], d.f32["speculative_error"]))
+    assert verdicts == [("tie", 1.0, 7.9), ("defect", 1.0, 8.1)]
 
 
 def test_a_difference_in_the_first_token():

@@ -6,6 +6,7 @@ import shutil
 from types import SimpleNamespace
 
 import gguf
+import numpy as np
 import pytest
 import test_gguf
 from hypothesis import given
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from jetspec_jax.config import ConfigError, ModelConfig
 from jetspec_jax.drafts import block_files, families
-from jetspec_jax.fields import Fields
+from jetspec_jax.fields import Fields, shown
 from jetspec_jax.files import checkpoint, gguf_file, load, pair, tokenizer
 from jetspec_jax.files.gguf_file import GGUF
 
@@ -105,6 +106,11 @@ def test_words_that_are_no_flags():
         assert "norm_topk_prob" in one_line(ModelConfig.from_hf, MOE | {"norm_topk_prob": value})
         assert "tie_word_embeddings" in one_line(ModelConfig.from_hf, TARGET | {"tie_word_embeddings": value})
     assert not ModelConfig.from_hf(MOE | {"norm_topk_prob": None}).moe.normalize_top_k
+
+
+def test_a_value_is_shown_on_one_line():
+    assert shown(np.zeros((2, 2))) == "array([[0., 0.], [0., 0.]])" and shown("a\n  b") == repr("a\n  b")
+    assert shown(10**5000) == "a number of thousands of digits" and len(shown("x" * 10**5)) <= 60
 
 
 def test_the_reader_itself():

@@ -264,6 +264,7 @@ WORKS = {
     "sleeps": "time.sleep(60)",
     "makes another error of it": "\n".join(["try:", "    time.sleep(60)", "except BaseException:", "    1 // 0"]),
     "is imported": "import slow",
+    "holds what a device works with": "held = type('', (), {'__del__': lambda _: os.abort()})()\ntime.sleep(60)",
 }
 
 
@@ -273,7 +274,7 @@ class TestSignals:
     def test_the_end_comes_in_two_seconds(self, work, number, status, tmp_path):
         (tmp_path / "slow.py").write_text("import time\ntry:\n    time.sleep(60)\nexcept BaseException:\n    pass\n")
         (tmp_path / "long.py").write_text(
-            "import hashlib, time\nfrom jetspec_jax import command\n\n"
+            "import hashlib, os, time\nfrom jetspec_jax import command\n\n"
             "@command.tool('long', after='; go on')\ndef main(argv):\n    print('ready', flush=True)\n"
             + textwrap.indent(WORKS[work], "    ") + "\n    return 0\n"
         )  # fmt: skip

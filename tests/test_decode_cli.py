@@ -483,3 +483,26 @@ def test_long_numbers_and_a_device_that_is_not_there(capsys, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     status, _, err = run(capsys, *pair(), *ids([5]))
     assert status == 1 and "JAX_PLATFORMS=cuda: Unable to initialize" in err and err.count("\n") == 2
+
+
+@pytest.mark.parametrize("words", [("--json",), ("--json", "--batch=3", "--compare"), (), ("--batch=3", "--compare")])
+def test_a_row_that_breaks_is_said_and_the_others_are_decoded(capsys, monkeypatch, tmp_path, words):
+    loaded = load.load_target
+
+    def damaged(*args):
+        found = loaded(*args)
+        return dataclasses.replace(
+            found, params=found.params | {"embedding": found.params["embedding"].at[7].set(np.nan)}
+        )
+
+    monkeypatch.setattr(load, "load_target", damaged)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt_ids": [1, i, 3]}) + "\n" for i in (2, 7, 2)))
+    status, out, err = run(capsys, *pair(), "--prompt_file", rows, "--max_new_tokens", 3, "--budget=4", *words)
+    assert status == 1 and out.count("\n") == 3
+    said = [line for line in err.splitlines() if "not finite" in line]
+    assert len(said) == 1 and f"decode.py: {rows}:2: the target's logits are not finite" in said[0]
+    if "--json" in words:
+        found = [json.loads(line) for line in out.splitlines()]
+        assert [x["finish_reason"] for x in found] == ["length", "error", "length"]
+        assert ["compare" in x for x in found] == ["--compare" in words, False, "--compare" in words]

@@ -202,6 +202,8 @@ def test_generate_says_that_logits_are_broken():
     for drafting in (None, head):
         with pytest.raises(speculate.DecodeError, match="not finite in float32 at position 3"):
             speculate.generate(broken, drafting, [1, 2], TreeConfig(budget=4), SamplingConfig(9))
+    with pytest.raises(speculate.DecodeError, match="not finite in float32 at position 3"):
+        list(speculate.stream(broken, None, [1, 2], None, SamplingConfig(9)))
 
 
 def test_a_broken_branch_costs_no_output():

@@ -7,6 +7,7 @@ import sys
 import types
 import zipfile
 
+import jax
 import pytest
 
 from jetspec_jax.config import ConfigError
@@ -170,6 +171,26 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
     assert cache_folder.path() == tmp_path / "xdg" / "jetspec_jax"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder.path() == tmp_path / ".cache" / "jetspec_jax"
+
+
+def test_a_user_without_a_home(monkeypatch, capsys):
+    """As in containers that run under any number: programs are not kept, and the demo says what to set."""
+
+    def nobody(*_):
+        raise KeyError("uid not found")
+
+    for name in ("JETSPEC_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert "set JETSPEC_CACHE" in line_of()
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    cache_folder.keep_programs()
+    jax.config.update("jax_compilation_cache_dir", before)
+    err = capsys.readouterr().err
+    assert "set JETSPEC_CACHE" in err and "not kept" in err and err.count("\n") == 1
+    monkeypatch.setenv("JETSPEC_CACHE", "~no_such_user/x")
+    assert "~no_such_user/x: there is no such home" in line_of()
 
 
 TWIN = """

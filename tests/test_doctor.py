@@ -5,6 +5,7 @@ import json
 import pathlib
 import shutil
 
+import numpy as np
 import pytest
 import test_tokenizer
 
@@ -97,7 +98,25 @@ class TestCauses:
         assert finding.check == "draft shift" and "one position later" in finding.detail
 
     def test_answers_too_short_for_a_block(self, target, head):
-        assert probe.texts(target, [[1], [2]], [[3, 4], []], head.draft.depth) is None
+        depth = head.draft.depth
+        assert probe.texts(target, [[1], [2], [5]], [[3, 4], [], [6] * (depth + 1)], depth) is None
+
+    def test_every_anchor_has_a_whole_block_behind_it(self, head, texts):
+        """And lies at the first answer token's anchor or later."""
+        rows = [len(p) + 48 for p in PROMPTS[: probe.ROWS]]
+        assert texts.anchors.max(1).tolist() == [row - head.draft.depth - 1 for row in rows]
+        assert texts.anchors.min(1).tolist() == [max(len(p) - 1, 1) for p in PROMPTS[: probe.ROWS]]
+
+    def test_better_is_by_a_tenth_and_three_standard_errors(self):
+        own = np.full(100, 2.0)
+        swing = np.tile([1.0, -1.0], 50)
+        assert doctor._better(own + 0.3, own) and not doctor._better(own + 0.19, own)
+        assert doctor._better(own + 0.25 + 0.8 * swing, own) and not doctor._better(own + 0.25 + 0.9 * swing, own)
+
+    def test_few_rounds_are_no_verdict(self, target, head):
+        findings, figures = doctor.measure(target, head, PROMPTS[:1], 3)
+        assert figures["rounds"] < 8 and [f.status for f in findings] == ["note"]
+        assert "too short to tell" in findings[0].detail
 
 
 class TestCompare:

@@ -68,6 +68,7 @@ texts = st.text("abEND \n😀", min_size=1, max_size=3)
 @example([30, 31, 32, 33, 0], ["😀"], False, 0, [2])
 @example([0, 1, 0, 1], ["ab"], False, 2, [4])
 @example([29, 29], ["ab", "a", "b"], True, 0, [1])
+@example([0, 1, 2, 3], ["z", "abcd"], False, 0, [1])  # the longer, second one is held back
 def test_stop_text(ids, stops, include, after, sizes):
     """Any chunks: the same end, and nothing is shown that is taken back."""
     text, shown, at = StopText(LETTERS, stops, include, after), "", 0
@@ -80,6 +81,26 @@ def test_stop_text(ids, stops, include, after, sizes):
     assert text.settled.startswith(shown)
     assert (text.count, text.settled) == by_hand(ids, stops, include, after)
     assert (text.found is None) or text.found in stops
+
+
+class Held:
+    """A decoder that still holds half a character: a token may be a space and the first bytes of an emoji."""
+
+    def stream_decoder(self):
+        return self
+
+    def push(self, ids):
+        return " " * len(ids)
+
+    def finish(self):
+        return "\ufffd"
+
+
+def test_nothing_comes_after_a_stop_string():
+    text = StopText(Held(), [" "], include=True)
+    text.push([0])
+    text.finish()
+    assert text.settled == " "
 
 
 def same(got, plain, **more):

@@ -19,6 +19,7 @@ from jetspec_jax.engine.rows import Row
 from jetspec_jax.files import inputs
 from jetspec_jax.loop.decoder import Decoder, rounds
 from jetspec_jax.loop.plain import PLAIN
+from jetspec_jax.loop.state import LENGTH, RUNNING
 from jetspec_jax.loop.tree import Rule
 
 TARGET = tiny.target("dense")
@@ -70,6 +71,23 @@ def test_a_row_that_does_not_fit_is_refused_before_anything_runs():
         engine.over()
 
 
+def test_a_row_of_more_ends_is_refused():
+    option = requests.resolve(TARGET, SamplingConfig(8, eos=()))
+    sizes = Geometry.fit([[1, 2]], [option], PLAIN, 512)
+    many = dataclasses.replace(option, stop_token_ids=tuple(range(9)))
+    assert not sizes.holds(Geometry.fit([[1, 2]], [many], PLAIN, 512))
+
+
+def test_a_released_row_ends():
+    """Its slot is free and costs no rounds; its mate goes on."""
+    engine = speculate.start(TARGET, None, [[1, 2], [3]], None, [SamplingConfig(30, eos=()), SamplingConfig(9, eos=())])
+    engine.advance(2)
+    engine.release(0)
+    assert engine.rows[0] is None and engine.state.reason.tolist() == [LENGTH, RUNNING]
+    (mate,) = engine.finish()
+    assert mate.new_tokens == 9 and engine.new_ids()[0] == engine.new_ids()[0][:3]
+
+
 def test_budgets_change_between_rounds_and_compile_nothing():
     head = tiny.head(True)
     engine = speculate.start(TARGET, head, [[1, 2], [3]], TreeConfig(8), SamplingConfig(30, eos=()))
@@ -83,7 +101,7 @@ def test_budgets_change_between_rounds_and_compile_nothing():
 
 
 def test_blocks_of_rounds_are_short(monkeypatch):
-    """Between two launches Python may answer a signal, so none is longer than about half a second."""
+    """Between two launches Python may answer a signal, so none is longer than about a second."""
     launched = []
     run = Engine.advance
     monkeypatch.setattr(Engine, "advance", lambda self, n: (launched.append(n), run(self, n))[1])
@@ -146,7 +164,9 @@ def test_prompts_are_read(given, prompts, single):
     [
         {"prompt": "x"}, {}, {1, 2}, {"a"}, frozenset({3}), b"bytes", iter([1, 2]), (i for i in [1]), range(3), 5, None,
         1.5, [1.5], [[1.5]], [None], [{"role": "user", "content": "x"}], [b"x"], [[1], {2}], [], {"input_ids": "text"},
-        {"input_ids": [1.5]}, [[[1]]], np.array(3), np.array([1.5]),
+        {"input_ids": [1.5]}, [[[1]]], np.array(3), np.array([1.5]), [True, False], [[True]], np.array([True]),
+        Ids(input_ids=ONE, attention_mask=[1]), Ids(input_ids=ONE, attention_mask=5), {"x" * 10_000: 1},
+        Ids(input_ids=TWO, attention_mask=[1, 1]), Ids(input_ids=[ONE, ONE], attention_mask=[[1, 1, 1]]),
     ],
     ids=lambda given: type(given).__name__,
 )  # fmt: skip

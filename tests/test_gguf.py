@@ -4,6 +4,7 @@ import hashlib
 import json
 import pathlib
 import shutil
+import struct
 import subprocess
 import sys
 
@@ -261,6 +262,14 @@ class TestRefusals:
         for size in [*range(0, 400, 7), *range(400, len(whole) - 32, len(whole) // 60), len(whole) - 40]:
             path.write_bytes(whole[:size])
             refused(path, "not a complete GGUF file")
+
+    @pytest.mark.parametrize("axes", [0, 5, 2**32 - 1])
+    def test_a_tensor_of_no_axes_or_too_many(self, tmp_path, axes):
+        name, kind = b"general.architecture", b"llama"
+        text = lambda x: struct.pack("<Q", len(x)) + x
+        head = b"GGUF" + struct.pack("<IQQ", 3, 1, 1) + text(name) + struct.pack("<I", 8) + text(kind)
+        (tmp_path / "m.gguf").write_bytes(head + text(b"x") + struct.pack("<I", axes) + bytes(64))
+        refused(tmp_path / "m.gguf", f"x has {axes} axes")
 
     def test_a_file_with_one_byte_changed_never_ends_in_a_traceback(self, tmp_path):
         whole = write(tmp_path / "m.gguf", vocabulary=byte_level_vocabulary()).read_bytes()

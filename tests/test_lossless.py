@@ -18,6 +18,7 @@ from jetspec_jax.backends.tpu import TPU
 from jetspec_jax.backends.xla import PLAIN_XLA
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.drafts import block
+from jetspec_jax.engine import requests as engine_requests
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.state import LENGTH, NONFINITE, STOP
 from jetspec_jax.models import qwen3
@@ -135,6 +136,15 @@ def test_exact_limits(new):
     accounts(state)
 
 
+def test_a_limit_past_the_buffer_is_cut():
+    """A request made by hand may ask for more than its cache holds; no commit is shifted back over the prefix."""
+    room = CAPACITY - DEPTH - 1
+    long = tiny.plain(STUB, tiny.request(PROMPTS, [room - len(p) for p in PROMPTS]))
+    state = perfect(tiny.request(PROMPTS, 99), long)
+    assert tiny.outputs(state) == tiny.outputs(long) and state.length.tolist() == [room] * BATCH
+    assert state.reason.tolist() == [LENGTH] * BATCH
+
+
 @pytest.mark.parametrize("where", range(8))
 def test_end_token_anywhere_in_a_block(where):
     """FC-06: the token at `where` of each row's output is declared an end token of that row; 0 ends without a round."""
@@ -220,6 +230,8 @@ def test_generate_a_batch_of_three():
     for prompt, option, got, wanted in zip(prompts, sampling, together, plain, strict=True):
         assert got.token_ids == wanted.token_ids and len(got.token_ids) == option.max_new_tokens == got.new_tokens
         assert got.prompt_tokens == len(prompt) and got.settings["seed"] == option.seed
+        after_first = max(got.new_tokens - 1, 0)
+        assert got.tokens_per_second * got.seconds["decode"] == pytest.approx(after_first)
     assert together[1].rounds == 0 and together[1].accept_lengths == together[1].emitted == together[1].tree_sizes == []
 
 
@@ -232,6 +244,9 @@ def test_context_used_to_the_last_token():
     got = speculate.generate(loaded, head, prompt, TreeConfig(budget=8), SamplingConfig(246))
     assert got.token_ids == wanted.token_ids and len(got.token_ids) == 246
     assert got.settings["capacity"] == 5 + 246 + DEPTH + 1 == 256  # not one slot to spare
+    engine_requests.check(loaded, [1] * 251, SamplingConfig(0))
+    with pytest.raises(ConfigError, match="252 tokens, and the target's context is 251"):
+        engine_requests.check(loaded, [1] * 252, SamplingConfig(0))
     with pytest.raises(ConfigError, match=r"max_new_tokens=247.*252.*251.*at most 246"):
         speculate.generate(loaded, head, prompt, TreeConfig(budget=8), SamplingConfig(247))
     with pytest.raises(ConfigError, match="max_new_tokens=-1"):

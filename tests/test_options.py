@@ -5,6 +5,10 @@ Which options are in use is static, so each subset is a program. A row that uses
 
 import dataclasses
 import functools
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -224,3 +228,44 @@ def test_the_law_under_all_options(kind):
     assert (joint == 0).sum() > 100 and (joint[tuple(tokens.T)] > 0).all()
     assert laws.p_value(tokens, joint) > 0.001
     assert (tokens == draws(laws.ALONE, None)).all(1).mean() > 0.9999
+
+
+LOOSE = """
+import dataclasses, fractions, json
+import numpy as np, tiny
+from jetspec_jax import speculate
+from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
+from jetspec_jax.engine import requests
+
+def line(call, *args, **given):
+    try:
+        call(*args, **given)
+    except ConfigError as error:
+        assert "\\n" not in str(error)
+        return str(error)
+    return ""
+
+# Results hold the options, and are written as JSON.
+for name, value in (("temperature", np.float32(0.5)), ("temperature", np.int8(1)), ("seed", np.uint32(7)),
+                    ("top_p", fractions.Fraction(1, 2)), ("stop_token_ids", [np.int64(3)]), ("eos", (np.int8(2),)),
+                    ("bad_words", [[np.int32(3)]]), ("logit_bias", {np.int32(3): np.float32(0.5)})):
+    json.dumps(dataclasses.asdict(SamplingConfig(**{name: value})))
+json.dumps(dataclasses.asdict(TreeConfig(np.int64(8), sharpness=np.float32(0.5))))
+for value in (np.array(3), np.array([[1, 2, 3]]), {1: 10**400}, object(), [[1]], {(1,): 2}):
+    assert line(SamplingConfig, logit_bias=value).startswith("logit_bias=")
+# A text such as "no" would count as true.
+stub = tiny.hash_target()
+for value in ("no", "false", 0, 1, np.array([1, 2]), "\\ud800"):
+    for call in (speculate.generate, speculate.start):
+        assert "give True, False or None" in line(call, stub, None, [1], chat=value)
+        assert "thinking=" in line(call, stub, None, "text", thinking=value)
+    assert "give True, False or None" in line(speculate.prompt_ids, stub, [1], value)
+"""
+
+
+def test_values_of_other_types():
+    """In a process of its own: the suite checks types before the code does."""
+    folder = pathlib.Path(__file__).parent
+    path = os.pathsep.join([str(folder), str(folder.parent)])
+    got = subprocess.run([sys.executable, "-c", LOOSE], env=os.environ | {"PYTHONPATH": path}, capture_output=True)
+    assert got.returncode == 0, got.stderr.decode()

@@ -1,5 +1,6 @@
 """Prompts read in chunks: the same caches, tokens and draft context as read at once, in memory of one chunk."""
 
+import dataclasses
 import functools
 
 import jax
@@ -78,6 +79,56 @@ def test_a_prompt_that_fills_the_capacity():
         assert got.token_ids == wanted.token_ids
         if chunk == 100:
             assert got.settings["capacity"] == 512  # 251 + 5 + 5
+
+
+@functools.lru_cache(None)
+def loud(kind: str):
+    """A tiny target in which the values of token 0 alone are infinite, in its first layer; 0 is also the padding."""
+    loaded = tiny.target(kind)
+    first = loaded.params["layers"][0]
+    # A channel that token 0 alone has; the weight is finite, and only its product with that channel is not.
+    embedding = loaded.params["embedding"].at[:, 0].set(0).at[0].set(0).at[0, 0].set(9)
+    layers = loaded.params["layers"] | {0: first | {"qkv": first["qkv"].at[0, :, -1].set(3e38)}}
+    return dataclasses.replace(loaded, params=loaded.params | {"embedding": embedding, "layers": layers})
+
+
+@pytest.mark.parametrize(
+    "kind, causal, chunk",
+    [
+        ("dense", True, 2), ("moe", False, None),
+        pytest.param("dense", True, None, marks=pytest.mark.slow),
+        pytest.param("moe", False, 2, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_values_that_are_not_finite_are_told_before_a_token(kind, causal, chunk):
+    """Attention takes such a value for 0, and with one new token nothing would come after. Padding tells nothing."""
+    loaded, prompts = loud(kind), [[1, 0, 2, 3], [4, 5], [6, 7, 8], [3, 0]]
+    option = SamplingConfig(1, bad_words=[[0]])
+    for head in (None, tiny.head(causal)):
+        got = speculate.generate(loaded, head, prompts, TreeConfig(4), option, prefill_chunk=chunk)
+        assert [r.finish_reason for r in got] == ["error", "length", "length", "error"]
+        assert [r.new_tokens for r in got] == [0, 1, 1, 0] and "not finite" in got[0].error
+    sound = speculate.generate(quiet(loaded), None, prompts, None, option)
+    assert not sound[0].error and [r.token_ids for r in got[1:3]] == [r.token_ids for r in sound[1:3]]
+
+
+def quiet(loaded):
+    """The same target with a weight that is no louder than the others; no other token has that channel."""
+    first = loaded.params["layers"][0]
+    layers = loaded.params["layers"] | {0: first | {"qkv": first["qkv"].at[0, :, -1].set(0)}}
+    return dataclasses.replace(loaded, params=loaded.params | {"layers": layers})
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_broken_value_projection_of_any_layer_is_told(layer):
+    loaded = tiny.target("dense")
+    own = loaded.params["layers"][layer]
+    layers = loaded.params["layers"] | {layer: own | {"qkv": own["qkv"].at[3, 1, -1, 2].set(jnp.nan)}}
+    broken = dataclasses.replace(loaded, params=loaded.params | {"layers": layers})
+    with pytest.raises(speculate.DecodeError, match="not finite"):
+        speculate.generate(broken, None, [1, 2, 3], None, SamplingConfig(1))
+    nothing = speculate.generate(broken, None, [1, 2, 3], None, SamplingConfig(0))
+    assert nothing.finish_reason == "length" and not nothing.token_ids
 
 
 @pytest.mark.parametrize("chunk", [0, -4, 1.5, True])

@@ -194,3 +194,12 @@ def test_values_are_shown_short():
     assert len(shown({"a": ["b" * 50] * 100})) <= 60
     assert shown(10**5000) and len(shown(10**5000)) <= 60
     assert shown("two\nlines") == "'two\\nlines'" and shown([1, 2]) == "[1, 2]"
+
+
+@pytest.mark.parametrize("value", ["NaN", "[1, Infinity]", "1e400", '{"a": -Infinity}'])
+def test_an_id_that_json_has_not(tmp_path, value):
+    """Python reads it, and would write lines that nobody else can read."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt_ids": [1]}\n{"prompt_ids": [1], "id": ' + value + "}\n")
+    with pytest.raises(ConfigError, match=r"rows.jsonl:2: id is .*; it could not be written as JSON"):
+        prompts.read(path)

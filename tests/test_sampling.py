@@ -160,15 +160,16 @@ def test_drafts_are_ranked_under_the_noise_of_the_choice():
     def foreseen(logits):
         past = Past(jnp.zeros((3, 1), jnp.int32), first, first, jnp.full((3, 1), -1))
         made = choice.choose(options, past, jnp.zeros(3, bool), 2, 50)
-        return made.foresee(logits, 0.5), made.noise
+        return made.foresee(logits, 0.5), made.noise, made.foresee(logits, 0.0)
 
-    ranked, rows = foreseen(jnp.asarray(logits))
+    ranked, rows, deaf = foreseen(jnp.asarray(logits))
     for b, d in [(0, 0), (0, 1), (2, 0), (2, 1)]:
         noise = noise_of(options.seed[b], first[b] + d, 50)
         np.testing.assert_array_equal(rows[b, d], noise)
         wanted = 0.5 * (logits[b, d] / options.temperature[b] + choice.NOISE_SHARE * noise)
         np.testing.assert_allclose(ranked[b, d], wanted, rtol=1e-5, atol=1e-6)
     assert (ranked[1] == logits[1]).all() and not rows[1].any()
+    assert (deaf == logits).all()  # a sharpness of 0 leaves the noise out
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])

@@ -50,6 +50,17 @@ def test_tokens_are_the_scripts_with_and_without_a_head_inside():
         assert speculate.generate(target, None, PROMPT, None, SamplingConfig(40)).token_ids == wanted
 
 
+def test_the_script_begins_anew_where_it_ends():
+    params = {"script": synthetic.script(tiny.VOCAB, size=5)}
+    assert synthetic.script_at(params, jnp.arange(10)).tolist() == 2 * params["script"].tolist()
+
+
+def test_a_head_inside_bounds_the_depth():
+    config = SyntheticConfig(2.0, tiny.VOCAB)
+    assert synthetic.build(config)[0].depth == 15
+    assert synthetic.build(config, inner=tiny.head(True).draft)[0].depth == 4
+
+
 def test_positions_survive_16_bits():
     """A position is carried as digits that bfloat16 holds exactly."""
     positions = jnp.arange(0, synthetic.BASE**synthetic.DIGITS, 9973)

@@ -1,6 +1,7 @@
 """Text in and out: ids, templates, and text that comes in pieces without a broken character."""
 
 import json
+import os
 import pathlib
 import sys
 import threading
@@ -188,9 +189,35 @@ class TestEncode:
     def test_a_broken_tokenizer_is_one_line(self, tmp_path, content):
         make(tmp_path / "t")
         (tmp_path / "t" / "tokenizer.json").write_text(content)
-        with pytest.raises(ConfigError, match="tokenizer cannot be read") as error:
+        with pytest.raises(ConfigError, match=r"tokenizer cannot be read|tokenizer.json: (not JSON|a JSON)") as error:
             tokenizer.from_folder(tmp_path / "t")
         assert str(tmp_path / "t") in str(error.value) and "\n" not in str(error.value)
+
+    @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"])
+    @pytest.mark.parametrize("content", ["{", "", "[]", "NaN", '{"a":' * 10**5])
+    def test_the_file_that_is_broken_is_named(self, tmp_path, name, content):
+        make(tmp_path / "t")
+        (tmp_path / "t" / name).write_text(content)
+        with pytest.raises(ConfigError, match=f"{name}: ") as error:
+            tokenizer.from_folder(tmp_path / "t")
+        assert "\n" not in str(error.value)
+
+    @pytest.mark.parametrize("name", ["chat_template.jinja", "vocab.txt", "additional_chat_templates/x.jinja"])
+    @pytest.mark.parametrize("kind", ["device", "pipe", "long"])
+    def test_files_that_never_end_are_not_handed_on(self, tmp_path, name, kind, monkeypatch):
+        path = make(tmp_path / "t") / name
+        path.parent.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True)
+        monkeypatch.setattr(tokenizer.text, "MOST", 10**6)
+        if kind == "device":
+            path.symlink_to("/dev/zero")
+        elif kind == "pipe":
+            os.mkfifo(path)
+        else:
+            path.write_bytes(bytes(10**6 + 1))
+        monkeypatch.setattr(tokenizer, "_transformers", None)  # it is not reached
+        with pytest.raises(ConfigError, match=rf"{path.name}: (a device|a pipe|more than)"):
+            tokenizer.from_folder(tmp_path / "t")
 
     @pytest.mark.parametrize("end", ["E", {"content": "E", "special": True}])
     @pytest.mark.parametrize("named_in", ["tokenizer_config.json", "special_tokens_map.json"])

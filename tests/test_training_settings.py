@@ -12,6 +12,7 @@ from small import MODEL as SMALL
 from jetspec_jax.config import ConfigError
 from jetspec_jax.training import (
     options,
+    pipeline,
     settings,
 )
 from jetspec_jax.training.objectives import block as learns
@@ -44,15 +45,30 @@ WRONG = [
     ({"batch": 8, "accumulate": 3}, "accumulate=3: it must divide batch=8"),
     ({"eval_budgets": (1, 16)}, "give numbers in 2..1024"),
     ({"answers": "corpus", "data": ""}, "give the rows with"),
+    ({"steps": 10**12}, "steps=1000000000000: give a number >= 0 and <= 2147483647"),
+    ({"seed": 10**5000}, "seed=a number of thousands of digits: give a number"),
+    ({"anchors": [10**5000]}, "anchors=.*: a whole number is needed"),
+    ({"peak_lr": 10**400}, "peak_lr=1000.*: a finite number"),
+    ({"tap_layers": (1, 10**5000)}, "tap_layers=.*: a list of whole numbers"),
+    ({"export": "x" * 10**5}, r"export='xxx.{40,60}: choose one of best, last"),
+    ({"data": str(ROOT), "decode_prompts": "x\ny"}, r"decode_prompts='x\\ny': no such file"),
     ({"untill": "pool"}, "untill: no such key; did you mean until"),
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), WRONG, ids=lambda x: str(x)[:24])
+@pytest.mark.parametrize(("change", "message"), WRONG, ids=[text[:24] for _, text in WRONG])
 def test_wrong_settings_are_named(change, message):
     with pytest.raises(ConfigError, match=message) as error:
-        settings.make(LEAST | change, "c.py")
-    assert "\n" not in str(error.value)
+        settings.make(LEAST | change, "c.py").check_files()
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("path", ["x" * 10**5, "\ud800", "a\0b"], ids=["long", "surrogate", "null"])
+@pytest.mark.parametrize("key", ["data", "prompt_sets", "decode_prompts"])
+def test_names_that_no_system_takes(tmp_path, key, path):
+    with pytest.raises(ConfigError, match=f"--config.{key}=.*no such file") as error:
+        settings.make(LEAST | {"data": str(tmp_path), key: path}, "c.py").check_files()
+    str(error.value).encode("utf-8")
 
 
 def test_taps_and_the_mask_must_fit_the_target():
@@ -157,3 +173,11 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path):
     got = cli(*base, f"--config.data={data}", "--config.target=nowhere")
     assert got.returncode == 1 and got.stderr.startswith("train.py: nowhere: no such file or folder")
     assert got.stderr.count("\n") == 1
+
+
+def test_a_work_folder_that_no_system_takes(tmp_path):
+    (tmp_path / "c.py").write_text(f"def get_config():\n    return {LEAST | {'data': str(tmp_path)}}\n")
+    config, workdir = options.parse(["--config", str(tmp_path / "c.py"), "--workdir", "x" * 9000])
+    with pytest.raises(ConfigError, match=r"^--workdir=xxx.*: cannot be made \(File name too long\)") as error:
+        pipeline.run(config, workdir, print)
+    assert len(str(error.value)) < 200

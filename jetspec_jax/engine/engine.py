@@ -28,7 +28,7 @@ from jetspec_jax.loop.state import LENGTH, TEXT, Round, State
 
 STOP_ROUNDS = 8  # between two looks for stop strings
 FIRST_ROUNDS = 4  # of a batch whose pace is not known yet
-BLOCK_SECONDS = 0.5  # of rounds in one launch, between two of which Python may answer a signal
+BLOCK_SECONDS = 1.0  # of rounds in one launch, between two of which Python may answer a signal
 
 
 class Engine:
@@ -123,7 +123,7 @@ class Engine:
         self._read()
 
     def pace(self) -> int:
-        """Returns how many rounds one launch should have: about half a second, fewer where stop strings are awaited."""
+        """Returns how many rounds one launch should have: about a second, fewer where stop strings are awaited."""
         awaited = any(row is not None and row.text is not None for row in self.rows)
         return min(self._pace, STOP_ROUNDS) if awaited else self._pace
 

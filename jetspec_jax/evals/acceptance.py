@@ -47,7 +47,7 @@ def measure(target, head, prompts: list[list[int]], tree: TreeConfig, sampling: 
         for row, result in zip(rows, outputs, strict=True):
             found[row] = result
     seconds = time.perf_counter() - begin
-    return pooled([found[i] for i in range(len(prompts))]) | {"seconds": seconds}
+    return pooled(speculate.sound([found[i] for i in range(len(prompts))])) | {"seconds": seconds}
 
 
 def pooled(results: Sequence[speculate.Result]) -> dict:

@@ -8,14 +8,21 @@ import pathlib
 import sys
 import tempfile
 
+from jetspec_jax.fields import ConfigError
+
 
 def path() -> pathlib.Path:
-    """Returns JETSPEC_CACHE, or jetspec_jax in the user's cache directory."""
-    own = os.environ.get("JETSPEC_CACHE")
-    if own:
-        return pathlib.Path(own).expanduser()
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (pathlib.Path(root) if root else pathlib.Path.home() / ".cache") / "jetspec_jax"
+    """Returns JETSPEC_CACHE, or jetspec_jax in the user's cache directory.
+
+    Raises:
+      ConfigError: neither is given, and the user has no home, as in some containers.
+    """
+    own, root = os.environ.get("JETSPEC_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    folder = own or os.path.join(root or "~/.cache", "jetspec_jax")
+    found = os.path.expanduser(folder)
+    if found.startswith("~"):
+        raise ConfigError(f"{folder}: there is no such home; set JETSPEC_CACHE to a folder for downloads and programs")
+    return pathlib.Path(found)
 
 
 def keep_programs() -> None:
@@ -28,7 +35,11 @@ def keep_programs() -> None:
     name = "jax_compilation_cache_dir"
     if getattr(jax.config, name):
         return
-    folder = path() / "xla"
+    try:
+        folder = path() / "xla"
+    except ConfigError as error:
+        print(f"warning: {error}; compiled programs are not kept", file=sys.stderr)
+        return
     try:
         str(folder).encode()
     except UnicodeEncodeError:  # jax hands the name on as UTF-8

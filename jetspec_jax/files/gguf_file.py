@@ -159,7 +159,7 @@ class _Contents:
         for _ in range(tensors):
             name = self._string()
             (axes,) = self._scalars("I")
-            if axes > 4:
+            if not 1 <= axes <= 4:
                 raise ValueError(f"{name} has {axes} axes")
             shape = tuple(reversed(self._scalars(f"{axes}Q")))
             self.tensors[name] = (shape, *self._scalars("IQ"))

@@ -6,7 +6,7 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jetspec_jax.fields import ConfigError, shown
+from jetspec_jax.fields import ConfigError, shown, switch, whole
 from jetspec_jax.files import pair
 
 Prompt = str | Sequence[int]
@@ -31,7 +31,7 @@ def listed(prompts: Any) -> tuple[list[Prompt], bool]:
         raise ConfigError(f"prompts={shown(prompts)}: {WANTED}")
     if not prompts:
         raise ConfigError("prompts: the list is empty; give at least one prompt")
-    if all(isinstance(item, numbers.Integral) for item in prompts):
+    if all(whole(item) for item in prompts):
         return [[int(i) for i in prompts]], True
     return [_one(prompt) for prompt in prompts], False
 
@@ -43,7 +43,7 @@ def _one(prompt: Any) -> Prompt:
     prompt = prompt if isinstance(prompt, str) else _plain(prompt)
     if isinstance(prompt, str):
         return prompt
-    if not isinstance(prompt, list | tuple) or not all(isinstance(i, numbers.Integral) for i in prompt):
+    if not isinstance(prompt, list | tuple) or not all(whole(i) for i in prompt):
         raise ConfigError(f"prompts: {shown(prompt)} is no prompt; {WANTED}")
     return [int(i) for i in prompt]
 
@@ -52,7 +52,7 @@ def _from_tokenizer(encoded: Any) -> Any:
     """Returns the ids of a tokenizer's output, one list or several, without padding."""
     if not (isinstance(encoded, Mapping) and "input_ids" in encoded):
         if not hasattr(encoded, "input_ids"):
-            keys = ", ".join(map(str, list(encoded)[:3]))
+            keys = ", ".join(map(shown, list(encoded)[:3]))
             raise ConfigError(f"prompts: a mapping with {keys or 'nothing in it'} is no prompt; {WANTED}")
         encoded = {"input_ids": encoded.input_ids, "attention_mask": getattr(encoded, "attention_mask", None)}
     ids, mask = _plain(encoded["input_ids"]), encoded.get("attention_mask")
@@ -61,8 +61,20 @@ def _from_tokenizer(encoded: Any) -> Any:
         raise ConfigError(f"prompts: input_ids is {shown(ids)}; {WANTED}")
     if mask is None:
         return ids
-    if ids and isinstance(ids[0], list | tuple):
-        return [[i for i, seen in zip(row, shown, strict=True) if seen] for row, shown in zip(ids, mask, strict=True)]
+    several = bool(ids) and isinstance(ids[0], list | tuple)
+    if not several:
+        return _seen(ids, mask)
+    if not isinstance(mask, list | tuple) or len(mask) != len(ids):
+        raise ConfigError(f"prompts: attention_mask is {shown(mask)} for {len(ids)} prompts; give one row for each")
+    return [_seen(*pair) for pair in zip(ids, mask, strict=True)]
+
+
+def _seen(ids: Any, mask: Any) -> list[Any]:
+    """Returns the ids of one prompt that its mask shows."""
+    if not isinstance(ids, list | tuple) or not isinstance(mask, list | tuple) or len(ids) != len(mask):
+        raise ConfigError(
+            f"prompts: attention_mask is {shown(mask)} for input_ids {shown(ids)}; give a number for each id"
+        )
     return [i for i, seen in zip(ids, mask, strict=True) if seen]
 
 
@@ -80,6 +92,7 @@ def prompt_ids(target, prompt: Any, chat: bool | None = None, thinking: bool | N
       chat: whether text goes through the chat template; None uses it where there is one.
       thinking: None is off where the template knows the switch.
     """
+    switch("chat", chat)
     if not isinstance(prompt, str):
         found = listed([prompt] if isinstance(prompt, numbers.Integral) else prompt)
         if not found[1] or isinstance(found[0][0], str):

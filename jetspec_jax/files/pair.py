@@ -14,7 +14,7 @@ from typing import Any
 
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.drafts import families
-from jetspec_jax.fields import ConfigError, Fields, shown
+from jetspec_jax.fields import ConfigError, Fields, shown, switch
 from jetspec_jax.files import tokenizer
 from jetspec_jax.loop.contracts import Draft, Target
 
@@ -48,6 +48,7 @@ class LoadedTarget:
 
         thinking: None is off where the template knows the switch.
         """
+        switch("chat", chat)
         if self.tokenizer is None:
             raise ConfigError(f"messages: {self.source} has no tokenizer; give token ids (--prompt_ids 1,2,3)")
         if chat is False or not self.tokenizer.has_chat_template:
@@ -92,6 +93,7 @@ def thinking(target, head, asked: bool | None) -> bool | None:
     Raises:
       ConfigError: asked for, and the template has no switch.
     """
+    switch("thinking", asked)
     tokenizer = target.tokenizer
     if tokenizer is None or not tokenizer.knows_thinking:
         if asked is not None:

@@ -8,6 +8,7 @@ options of `SamplingConfig` of its own.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -111,6 +112,10 @@ def _row(raw: Any, where: str, options: Collection[str]) -> PromptRow:
     kind = given[0]
     if kind == "prompt_ids" and fields.has("thinking"):
         raise ConfigError(f"{where}: thinking with prompt_ids: token ids are taken as they are; leave it out")
+    try:
+        json.dumps(fields.raw.get("id"), allow_nan=False)
+    except (ValueError, RecursionError):
+        raise fields.wrong("id", "it could not be written as JSON again; give a text or a number") from None
     return PromptRow(
         where,
         _prompt(fields, kind),

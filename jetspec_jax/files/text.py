@@ -42,6 +42,13 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(number, "rb")
 
 
+def bounded(path: Path) -> None:
+    """Refuses what a library must not be left alone with: no regular file, or one of more than `MOST` bytes."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > MOST:
+            raise ConfigError(f"{path}: more than {MOST >> 20} MB, which no such file needs")
+
+
 def read(path: Path, most: int = MOST) -> str:
     """Returns the text of a file of at most `most` bytes."""
     with open_regular(path) as file:

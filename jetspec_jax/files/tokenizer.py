@@ -14,6 +14,7 @@ MOST_TEMPLATE = 1 << 20  # characters; the longest in use have 50,000
 MOST_WRITTEN = 1 << 25  # characters
 RENDER_SECONDS = 3.0  # of processor time; a conversation takes milliseconds
 FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt")
+READ = (".json", ".jinja", ".txt", ".model")  # endings of what transformers may read
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token types of GGUF files that matter here
 # What ends a turn whatever a GGUF file names: marks, which some converters give another type, and a word that is only
 # an end where its type says so.
@@ -142,13 +143,15 @@ def from_folder(folder: pathlib.Path) -> Tokenizer | None:
     """Returns the tokenizer of a Hugging Face folder, None where there is none. Code in the folder is never run."""
     if not any((folder / name).is_file() for name in FILES):
         return None
-    for path in folder.glob("*.json"):
-        if path.is_file() and path.stat().st_size > text.MOST:
-            raise ConfigError(f"{path}: more than {text.MOST >> 20} MB, which no such file needs")
+    for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        if path.suffix in READ and path.exists() and not path.is_dir():
+            text.bounded(path)
     transformers = _transformers()
     try:
         inner = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever the files provoke
+        for path in sorted(folder.glob("*token*.json")):
+            text.read_json(path)  # says which file it is, where one is no JSON
         raise ConfigError(f"{folder}: its tokenizer cannot be read ({_line(error)})") from None
     return Tokenizer(inner)
 

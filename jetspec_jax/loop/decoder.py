@@ -12,6 +12,7 @@ same positions.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -93,9 +94,10 @@ def prefill_recorded(decoder: Decoder, params: dict, request: Request) -> tuple[
     limit = jnp.minimum(request.limit, room)
     records = jnp.zeros((tokens.shape[0], decoder.capacity), jnp.int32)
     buffer = jax.lax.dynamic_update_slice(records, tokens, (0, 0))
-    cache, drafting, last = _read(decoder, params, request, buffer)
+    cache, drafting, last, sound = _read(decoder, params, request, buffer)
     zeros = jnp.zeros(tokens.shape[:1], jnp.int32)
     logits = decoder.target.logits(params["target"], last)
+    reason = jnp.where(limit > request.prompt_length, jnp.where(sound, RUNNING, NONFINITE), LENGTH)
     state = State(
         tokens=buffer,
         length=request.prompt_length,
@@ -104,7 +106,7 @@ def prefill_recorded(decoder: Decoder, params: dict, request: Request) -> tuple[
         budget=request.budget,
         sampling=request.sampling,
         eos=request.eos,
-        reason=jnp.where(limit > request.prompt_length, RUNNING, LENGTH).astype(jnp.int32),
+        reason=reason.astype(jnp.int32),
         cache=cache,
         draft=drafting,
         rounds=zeros,
@@ -120,7 +122,10 @@ def prefill_recorded(decoder: Decoder, params: dict, request: Request) -> tuple[
 
 
 def _read(decoder: Decoder, params: dict, request: Request, buffer: Int[Array, "B S"]):
-    """Returns the filled cache, the draft's state, and the hidden state [B, 1, E] of each prompt's last token.
+    """Returns the filled cache, the draft's state, each prompt's last hidden state [B, 1, E], and whether it is sound.
+
+    A prompt is sound when its keys and values are finite in every layer: attention takes a fresh value that is not for
+    0, so that the logits would not tell.
 
     Longer prompts are read chunk by chunk up to the longest row, in one loop, so that neither scores nor features grow
     with the prompt. What a chunk computes after a row's own length lands in slots that are never read.
@@ -146,22 +151,25 @@ def _read(decoder: Decoder, params: dict, request: Request, buffer: Int[Array, "
         seen = Seen(out.taps, starts, jnp.clip(length - start, 0, size), buffer, path=False)
         drafting = draft.extend(params["draft"], drafting, seen, decoder.ends(params))
         row = jnp.clip(length - 1 - start, 0, size - 1)
-        return cache, drafting, jnp.take_along_axis(out.hidden, row[:, None, None], 1)
+        finite = functools.reduce(jnp.logical_and, (jnp.isfinite(x).all((1, 3)) for x in jax.tree.leaves(out.fresh)))
+        sound = (finite | (positions >= length[:, None])).all(1)
+        return cache, drafting, jnp.take_along_axis(out.hidden, row[:, None, None], 1), sound
 
     if size == slots:
         return piece(0, cache, drafting, prefix=False)
 
     def body(i, carry):
-        cache, drafting, last = carry
+        cache, drafting, last, sound = carry
         # The last chunk of an uneven buffer starts early, and computes some rows once more.
         start = jnp.minimum(i * size, slots - size)
-        cache, drafting, here = piece(start, cache, drafting, prefix=True)
+        cache, drafting, here, whole = piece(start, cache, drafting, prefix=True)
         inside = (length - 1 >= start) & (length - 1 < start + size)
-        return cache, drafting, jnp.where(inside[:, None, None], here, last)
+        return cache, drafting, jnp.where(inside[:, None, None], here, last), sound & whole
 
     shape = jax.eval_shape(lambda c, d: piece(0, c, d, prefix=False), cache, drafting)[2]
     chunks = (length.max() + size - 1) // size
-    return jax.lax.fori_loop(0, chunks, body, (cache, drafting, jnp.zeros(shape.shape, shape.dtype)))
+    start = cache, drafting, jnp.zeros(shape.shape, shape.dtype), jnp.ones(batch, bool)
+    return jax.lax.fori_loop(0, chunks, body, start)
 
 
 def step(decoder: Decoder, params: dict, state: State) -> State:

@@ -28,6 +28,7 @@ import numpy as np
 
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
+from jetspec_jax.fields import shown
 from jetspec_jax.files import demo, load, pair
 from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.models import sharding
@@ -61,7 +62,7 @@ def run(config: Settings, workdir: Path, log: Log) -> bool:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"--workdir={workdir}: cannot be made ({error.strerror}); give a folder to write to"
+            f"--workdir={shown(str(workdir))[1:-1]}: cannot be made ({error.strerror}); give a folder to write to"
         ) from None
     lead = jax.process_index() == 0
     with files.alone(workdir) if lead else contextlib.nullcontext():

@@ -6,6 +6,7 @@ neither names has the default here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -17,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax.config import ConfigError, ModelConfig
-from jetspec_jax.fields import Option
+from jetspec_jax.fields import MOST, Option, shown
 
+LONGEST = 200  # characters of a value in a message; paths are longer than other values
 STAGES = ("pool", "answers", "export")
-WHOLE = math.inf  # no upper limit
+WHOLE = math.inf  # no upper limit but that of an int32, for whole numbers
 
 
 def _key(default: Any, help: str, **limits: Any) -> Any:
@@ -177,7 +179,7 @@ class Settings:
             )
         for name in ("data", "prompt_sets", "decode_prompts"):
             value = getattr(self, name)
-            if value and not Path(value).exists():
+            if value and not os.path.exists(value):  # false also for a name that no system takes
                 raise wrong(name, value, "no such file or folder")
         if self.prompt_sets and not Path(self.prompt_sets).is_dir():
             raise wrong("prompt_sets", self.prompt_sets, "a folder is needed")
@@ -227,7 +229,8 @@ def make(values: Mapping[str, Any], where: str) -> Settings:
     """
     for key in values:
         if key not in KINDS:
-            raise ConfigError(f"{where}: {key}: no such key{nearest(str(key), list(KINDS))}")
+            name = key if isinstance(key, str) and key.isprintable() and len(key) <= LONGEST else shown(key)
+            raise ConfigError(f"{where}: {name}: no such key{nearest(name, list(KINDS))}")
     fitted = {key: _fitted(key, value, KINDS[key]) for key, value in values.items()}
     return Settings(**fitted | {key: os.path.expanduser(fitted[key]) for key in PATHS & fitted.keys()})
 
@@ -255,9 +258,10 @@ def _fitted(name: str, value: Any, kind: Any) -> Any:
     """The value in its key's type; whole numbers do for fractions, nothing else is converted."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if kind is float and (whole or isinstance(value, numbers.Real)) and not isinstance(value, bool):
-        if not math.isfinite(value):
-            raise wrong(name, value, "a finite number is needed")
-        return float(value)
+        with contextlib.suppress(OverflowError):  # whole numbers beyond any float
+            if math.isfinite(value):
+                return float(value)
+        raise wrong(name, value, "a finite number is needed")
     if kind is int and whole:
         return int(value)
     if kind is bool and isinstance(value, bool):
@@ -265,8 +269,10 @@ def _fitted(name: str, value: Any, kind: Any) -> Any:
     if kind is str and isinstance(value, str | Path):
         return str(value)
     if kind == tuple[int, ...] and isinstance(value, list | tuple):
-        return tuple(_fitted(name, part, int) for part in value)
-    raise wrong(name, repr(value), f"{_article(kind)} is needed")
+        parts = tuple(_fitted(name, part, int) for part in value)
+        if all(abs(part) <= MOST for part in parts):
+            return parts
+    raise wrong(name, shown(value), f"{_article(kind)} is needed")
 
 
 def _in_range(name: str, value: Any, limits: Mapping[str, Any]) -> None:
@@ -275,8 +281,9 @@ def _in_range(name: str, value: Any, limits: Mapping[str, Any]) -> None:
         raise wrong(name, value, f"choose one of {known}{_hint(value, limits['choices'])}")
     if "low" in limits:
         low, high = limits["low"], limits["high"]
-        if value < low or value > high or (limits["above"] and value == low):
-            end = "" if high == WHOLE else f" and <= {high:g}"
+        most = MOST if high == WHOLE and isinstance(value, int) else high
+        if value < low or value > most or (limits["above"] and value == low):
+            end = "" if most == WHOLE or (high == WHOLE and value < low) else f" and <= {most:.12g}"
             raise wrong(name, value, f"give a number {'>' if limits['above'] else '>='} {low}{end}")
 
 
@@ -292,5 +299,6 @@ def _article(kind: Any) -> str:
 
 def wrong(name: str, value: Any, why: str) -> ConfigError:
     """Returns the error that names a key, its value and the fix."""
-    text = str(value)
+    text = value if isinstance(value, str) else shown(value)
+    text = text if len(text) <= LONGEST and text.isprintable() else shown(text)
     return ConfigError(f"--config.{name}{' ' if text.startswith('is ') else '='}{text}: {why}")

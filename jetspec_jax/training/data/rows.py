@@ -6,6 +6,7 @@ Parquet and Arrow files need pyarrow (`pip install "jetspec_jax[data]"`); JSONL 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ def read(source: str | Path) -> Iterator[Row]:
     Raises:
       ConfigError: there is no such file, it holds no rows, or a line is not JSON; the line says which.
     """
-    for path in _files(Path(source).expanduser()):
+    for path in _files(Path(os.path.expanduser(source))):
         reader = {".jsonl": _jsonl, ".parquet": _parquet, ".arrow": _arrow}[path.suffix]
         for number, value in reader(path):
             where = f"{path}:{number}"
