@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetspec_jax.layers import masks
+from jetspec_jax.layers import masks, vocabulary
 from jetspec_jax.loop import tree
 
 # D, W, T, V: a chain, one depth, a full tree smaller than T, a width over the vocabulary, the usual case.
@@ -235,7 +235,7 @@ def test_top_k_of_a_long_axis_is_that_of_one_sort(vocab, k):
     x[2], x[3, : vocab - k // 2 - 1] = 1.0, -np.inf
     x[4, -k:] += 10  # in few pieces
     x[5, :: vocab // k] += 10  # in a piece each
-    value, token = jax.jit(tree.top_k, static_argnums=1)(x, k)
+    value, token = jax.jit(vocabulary.top_k, static_argnums=1)(x, k)
     wanted, order = jax.lax.top_k(x, k)
     np.testing.assert_array_equal(value, wanted)
     np.testing.assert_array_equal(token, order)
