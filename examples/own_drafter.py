@@ -57,7 +57,7 @@ if __name__ == "__main__":
     parser.add_argument("--target", help="a folder, a .gguf file or a hub id; default: the demo's")
     target = load_target(parser.parse_args().target or demo.fetch_target())
     draft = Bigrams(target.config.vocab_size)
-    drafter = LoadedHead(draft, {}, None, "bigrams", {}, 0.0, target.fingerprint)  # used where a head is used
+    drafter = LoadedHead(draft, {}, source="bigrams")  # used where a head is used
 
     prompt, sampling = "Repeat this line five times: the cat sat on the mat.", SamplingConfig(64)
     result = speculate.generate(target, drafter, prompt, TreeConfig(budget=8), sampling)

@@ -61,7 +61,7 @@ for number in range(args.steps):
 # 3. The finished head decodes prompts that it has not seen.
 draft, _ = block.build(head_config, jnp.float32)
 params = recipe.learns.fold(state.params, scale, "float32")
-head = LoadedHead(draft, params, head_config, "", {}, 0.0, "")
+head = LoadedHead(draft, params, head_config)
 unseen = [draw.integers(1, 48, 4).tolist() for _ in range(8)]
 results = speculate.generate(target, head, unseen, TreeConfig(budget=8), SamplingConfig(20))
 rounds = sum(result.rounds for result in results)

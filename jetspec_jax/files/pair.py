@@ -63,11 +63,11 @@ class LoadedHead:
 
     draft: Draft
     params: dict[str, Any]
-    config: Any  # of its family
-    source: str
-    metadata: dict[str, Any]  # jetspec.json, {} for heads of others
-    seconds: float
-    target_fingerprint: str  # of the target that it was loaded for
+    config: Any = None  # of its family
+    source: str = "own drafter"
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)  # jetspec.json, {} for heads of others
+    seconds: float = 0.0  # that loading took
+    target_fingerprint: str = ""  # of the target that it was loaded for
     family: str = ""  # name of its row in `drafts.families`
 
 
