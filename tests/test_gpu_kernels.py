@@ -249,7 +249,11 @@ def wide_pair(kind: str, how: XLA):
 
 @pytest.mark.parametrize(
     "kind",
-    ["dense", pytest.param("moe", marks=pytest.mark.slow), *(pytest.param(k, marks=pytest.mark.gpu) for k in KINDS)],
+    # On a CPU test_lossless.py proves the dense kind through these kernels too.
+    [
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("dense", "moe")),
+        *(pytest.param(k, marks=pytest.mark.gpu) for k in KINDS),
+    ],
 )
 def test_lossless_in_f32(kind):
     """The pair with all kernels decodes what plain XLA decodes, speculatively and plainly: interpreted or on a GPU."""
