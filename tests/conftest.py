@@ -1,19 +1,15 @@
 """Test set-up: CPU, quick compilation, and hypothesis without randomness where results must repeat."""
 
 import os
-import pathlib
-import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of the suite's time is XLA compiling. Unoptimised programs compute the same mathematics; set
 # JETSPEC_TEST_OPTIMISED=1 for one run with what users get.
 if os.environ["JAX_PLATFORMS"] == "cpu" and not os.environ.get("JETSPEC_TEST_OPTIMISED"):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
-# One cold cache a run, shared by workers and subprocesses; the first process of the run makes it.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jetspec-tests-")
-    os.environ["JETSPEC_TEST_CACHE_OWNER"] = str(os.getpid())
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+# A test sees what it compiles. Sharing a run's compiled programs through jax's cache on disk was tried: reading one back
+# twice ended a worker with a segmentation fault. A file stays with one worker instead (--dist loadfile).
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 
 import pytest
 from hypothesis import settings
@@ -21,14 +17,6 @@ from hypothesis import settings
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25)
 settings.register_profile("dev", deadline=None, max_examples=25)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
-
-
-def pytest_unconfigure(config):
-    """Removes the run's cache, in the process that made it."""
-    if os.environ.get("JETSPEC_TEST_CACHE_OWNER") == str(os.getpid()):
-        import shutil
-
-        shutil.rmtree(pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"]), ignore_errors=True)
 
 
 @pytest.fixture
