@@ -7,8 +7,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # JETSPEC_TEST_OPTIMISED=1 for one run with what users get.
 if os.environ["JAX_PLATFORMS"] == "cpu" and not os.environ.get("JETSPEC_TEST_OPTIMISED"):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
-# A test sees what it compiles. Sharing a run's compiled programs through jax's cache on disk was tried: reading one back
-# twice ended a worker with a segmentation fault. A file stays with one worker instead (--dist loadfile).
+# A test sees what it compiles. Sharing a run's compiled programs through jax's cache on disk was tried: reading one
+# back twice ended a worker with a segmentation fault. A file stays with one worker instead (--dist loadfile).
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 
 import pytest
