@@ -7,8 +7,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # JETSPEC_TEST_OPTIMISED=1 for one run with what users get.
 if os.environ["JAX_PLATFORMS"] == "cpu" and not os.environ.get("JETSPEC_TEST_OPTIMISED"):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
-# A test sees what it compiles. Sharing a run's compiled programs through jax's cache on disk was tried: reading one
-# back twice ended a worker with a segmentation fault. A file stays with one worker instead (--dist loadfile).
+# A test sees what it compiles. A file stays with one worker (--dist loadfile), so that its programs are compiled once.
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 
 import pytest
@@ -17,6 +16,18 @@ from hypothesis import settings
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25)
 settings.register_profile("dev", deadline=None, max_examples=25)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Frees a file's compiled programs: each holds memory maps, and a process that runs out of maps ends in XLA."""
+    yield
+    import jax
+
+    from jetspec_jax.engine import programs
+
+    programs._PROGRAMS.clear()
+    jax.clear_caches()
 
 
 @pytest.fixture
