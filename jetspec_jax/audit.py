@@ -75,7 +75,8 @@ class Divergence:
 def watched(
     static: decoder.Decoder, params: dict, state: State, where: Int[Array, " B"]
 ) -> tuple[State, Float[Array, "B V"]]:
-    """All rounds to the end, and the f32 logits that chose the token at the absolute position `where` of each row.
+    """Runs all rounds to the end, and returns the state and f32 logits: those that chose the token at the absolute
+    position `where` of each row.
 
     Zeros for rows that no round chose it for, the first token's position among them (that is prefill's).
     """
@@ -252,7 +253,7 @@ def _recheck(  # noqa: PLR0913  # what `audit` was asked, and what it found
 
 
 def text(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """Returns the report for people."""
     lines = [
         f"prompt {d['prompt']}, new token {d['position']}: plain {d['plain_token']}, speculative {d['token']}; "
         f"margin {d['margin']:.3g}, gap {d['gap']:.3g}, logits' std {d['std']:.3g}, runs differ by "
@@ -292,7 +293,7 @@ LINE = command.Line(
 
 @command.tool("audit", "a smaller --batch, or --no_f32")
 def main(argv: Sequence[str]) -> int:
-    """The command of the module's docstring; the exit status."""
+    """Runs the command of the module's docstring, and returns its exit status."""
     args = LINE.parse(argv)
     tree, sampling = command.tree_of(args), command.sampling_of(args)
     target, head = command.pair_of(args)
@@ -305,7 +306,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read(target, head, args) -> tuple[list[list[int]], int]:
-    """Token ids of all files' prompts, in the thinking mode of the head unless another is asked for.
+    """Returns token ids of all files' prompts, in the thinking mode of the head unless another is asked for.
 
     Also how many prompts are left out, because they are too long or after the first `--limit` of their file.
     """

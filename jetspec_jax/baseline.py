@@ -38,12 +38,12 @@ class Difference:
 
 
 def generate(target, prompts, sampling=None, chat=None, **options):
-    """`speculate.generate` without a draft; options: `thinking`, `prefill_chunk`."""
+    """Decodes like `speculate.generate`, without a draft; options: `thinking`, `prefill_chunk`."""
     return speculate.generate(target, None, prompts, None, sampling, chat, **options)
 
 
 def compare(target, prompt: Sequence[int], plain, result, option: SamplingConfig) -> dict:
-    """The `compare` object of `decode.py --json`: equal tokens, speed-up, and the first difference if there is one."""
+    """Returns the `compare` object of `decode.py --json`: equal tokens, speed-up, and the first difference, if any."""
     difference = first_difference(target, prompt, plain.token_ids, result.token_ids, option)
     rate = plain.tokens_per_second
     return {
@@ -100,7 +100,7 @@ def scores(
 
 
 def margin_of(raw: jax.Array, noisy: jax.Array, token: int | None) -> float:
-    """Gap between the two best; for a token that a filter dropped, how far it is from the last that was kept."""
+    """Returns the gap between the two best; for a token that a filter dropped, its distance from the last one kept."""
     if token is not None and noisy[token] == -jnp.inf:
         return float(jnp.where(noisy == -jnp.inf, jnp.inf, raw).min() - raw[token])
     best = jax.lax.top_k(noisy, 2)[0]

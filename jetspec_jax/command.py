@@ -132,7 +132,7 @@ class Line:
         self.positional = {option.name: option for option in positional}
 
     def parse(self, argv: Sequence[str]) -> Args:
-        """The options of the words.
+        """Returns the options that the words give.
 
         Raises:
           UsageError: a word is no option (the nearest is named), or a value does not fit.
@@ -201,7 +201,7 @@ class Line:
         raise UsageError(f"--{shown(given)[1:-1]}: no such option; {hint}")
 
     def help(self) -> str:
-        """The text of --help."""
+        """Returns the text of --help."""
         parser = argparse.ArgumentParser(
             usage=argparse.SUPPRESS, description=self._doc, formatter_class=_Format, allow_abbrev=False
         )
@@ -221,7 +221,7 @@ class _Format(argparse.RawDescriptionHelpFormatter):
 
 
 def sampling(*without: str) -> list[Option]:
-    """The options of a request that stand beside those of the tree, but for some."""
+    """Returns the options of a request that stand beside those of the tree, but for some."""
     return [option for name, option in SAMPLING.items() if name not in (*without, "budget")]
 
 
@@ -273,7 +273,7 @@ def _one(option: Option, text: str) -> Any:
 
 
 def ids(name: str, text: str) -> list[int]:
-    """Token ids out of "1,2,3"."""
+    """Reads token ids out of "1,2,3"."""
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch("[0-9]{1,10}", word) for word in words):
         raise ConfigError(f"{name}={shown(text)}: give whole numbers (token ids) with commas, e.g. 1,2,3")
@@ -281,7 +281,7 @@ def ids(name: str, text: str) -> list[int]:
 
 
 def bias(name: str, text: str) -> dict[int, float]:
-    """{id: number} out of "5:1.5,7:-2"."""
+    """Reads {id: number} out of "5:1.5,7:-2"."""
     pairs = [word.split(":") for word in text.split(",")]
     try:
         found = {ids(name, token)[0]: float(number) for token, number in pairs}
@@ -293,7 +293,7 @@ def bias(name: str, text: str) -> dict[int, float]:
 
 
 def markdown(config: type) -> str:
-    """The options of a configuration class as a table for docs/options.md."""
+    """Returns the options of a configuration class as a table for docs/options.md."""
     lines = ["| option | default | range | |", "| --- | --- | --- | --- |"]
     for option in table(config).values():
         limit = ", ".join(option.choices)

@@ -54,7 +54,7 @@ class Finding:
 
 
 def compare(target, config: HeadConfig, metadata: dict[str, Any]) -> list[Finding]:
-    """What the configurations and jetspec.json say about each other; nothing is computed."""
+    """Compares what the configurations and jetspec.json say about each other; computes nothing."""
     found: list[Finding] = []
     say = lambda check, status, detail: found.append(Finding(check, status, detail))
     apart = config.differing(target.config)
@@ -194,7 +194,7 @@ def read(target, mode: bool | None, path: str | None) -> list[list[int]]:
 def examine(
     source: str, head_source: str, dtype: str | None, prompts: str | None, new: int, backend: str = "auto"
 ) -> dict[str, Any]:
-    """Everything about a pair: `belong`, `findings`, `figures`.
+    """Returns everything about a pair: `belong`, `findings`, `figures`.
 
     Raises:
       ConfigError: the target or a file cannot be read.
@@ -231,7 +231,7 @@ def examine(
 
 
 def text(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """Returns the report for people."""
     lines = [f"{f['status']:5}  {f['check']:15} {f['detail']}" for f in report["findings"]]
     verdict = "They belong together." if report["belong"] else "They do not belong together as they are."
     return "\n".join([*lines, verdict])
@@ -255,7 +255,7 @@ LINE = command.Line(
 
 @command.tool("doctor")
 def main(argv: Sequence[str]) -> int:
-    """The command of the module's docstring; the exit status."""
+    """Runs the command of the module's docstring, and returns its exit status."""
     args = LINE.parse(argv)
     report = examine(args.target, args.head, args.dtype, args.prompts, args.max_new_tokens, args.backend)
     print(json.dumps(report, default=str) if args.json else text(report))

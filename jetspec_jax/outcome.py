@@ -94,7 +94,7 @@ def _refuse(name: str, error: BaseException, full: str, after: str) -> int:
 
 
 def line(error: BaseException, full: str = "") -> str:
-    """One line for people. full: what helps where the device is full."""
+    """Returns one line for people. full: what helps where the device is full."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     text, kind = str(error), type(error).__name__
@@ -163,7 +163,7 @@ def _discard() -> None:
 
 
 def installed() -> str | None:
-    """The name of the installed command that is running, such as jetspec-decode; None for files and modules."""
+    """Returns the name of the installed command that is running, such as jetspec-decode; None for files and modules."""
     name = os.path.basename(sys.argv[0] if sys.argv else "")
     return name if name.startswith("jetspec-") else None
 

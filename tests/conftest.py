@@ -4,15 +4,13 @@ import os
 import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most of the suite's time is XLA compiling. Unoptimised programs compute the same mathematics, and without the newer
+# Most of the suite's time is XLA compiling. Unoptimised programs compute the same mathematics, and without XLA's newer
 # emitters of fusions they are made three times as fast; JETSPEC_TEST_OPTIMISED=1 tests what users get.
-QUICK = [
-    "--xla_backend_optimization_level=0",
-    "--xla_cpu_parallel_codegen_split_count=1",
-    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
-]
 if os.environ["JAX_PLATFORMS"] == "cpu" and not os.environ.get("JETSPEC_TEST_OPTIMISED"):
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK]).strip()
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0 "
+        "--xla_cpu_parallel_codegen_split_count=1 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    ).strip()
 # A test sees what it compiles. A file stays with one worker (--dist loadfile), so that its programs are compiled once.
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 
@@ -28,7 +26,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
-    """Frees compiled programs between files: each holds memory maps, and a process that runs out of them ends in XLA."""
+    """Frees compiled programs between files: each holds memory maps, and a process without any left ends in XLA."""
     yield
     maps = pathlib.Path("/proc/self/maps")
     if not maps.exists() or maps.read_bytes().count(b"\n") < MOST_MAPS:

@@ -142,8 +142,8 @@ def head_hidden(config, params, block, features) -> np.ndarray:
 
 
 def processed(logits, context, prompt_length: int, option, ends=()) -> np.ndarray:
-    """f64 scores [V] of the next token behind `context` (prompt + output): transformers' processors, one by one, and
-    the two OpenAI penalties behind the repetition penalty. Dropped tokens have -inf; equal logits stay together."""
+    """f64 scores [V] of the next token after `context` (prompt + output): transformers' processors, one by one, and
+    the two OpenAI penalties after the repetition penalty. Dropped tokens have -inf; equal logits stay together."""
     scores = np.asarray(logits, np.float64).copy()
     for token, value in option.logit_bias:
         scores[token] += value

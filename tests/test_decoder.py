@@ -161,7 +161,7 @@ def test_stub_cache_holds_the_committed_tokens():
 
 
 def spoiled(value, at: int, prompt):
-    """The stub target with a broken table row: the logits behind `at` new tokens of the prompt's plain output."""
+    """The stub target with a broken table row: the logits after `at` new tokens of the prompt's plain output."""
     free = tiny.outputs(tiny.plain(STUB, tiny.request([prompt] * 4, 30)))[0]
     row = tiny.path_logits(STUB, [[*prompt, *free[:at]]])[0, -1]
     hit = (STUB.params["table"] == row).all(1)

@@ -101,7 +101,7 @@ class TestCauses:
         depth = head.draft.depth
         assert probe.texts(target, [[1], [2], [5]], [[3, 4], [], [6] * (depth + 1)], depth) is None
 
-    def test_every_anchor_has_a_whole_block_behind_it(self, head, texts):
+    def test_every_anchor_has_a_whole_block_after_it(self, head, texts):
         """And lies at the first answer token's anchor or later."""
         rows = [len(p) + 48 for p in PROMPTS[: probe.ROWS]]
         assert texts.anchors.max(1).tolist() == [row - head.draft.depth - 1 for row in rows]

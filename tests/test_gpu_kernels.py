@@ -82,7 +82,7 @@ def test_attention_of_fresh_keys_alone_and_of_more_keys_than_queries(interpret):
 
 
 @HOW
-def test_what_lies_behind_the_length_and_broken_branches_stay_out(interpret):
+def test_what_lies_after_the_length_and_broken_branches_stay_out(interpret):
     x = normal(3, jnp.float32)
     q, fresh, prefix = x(1, 1, 3, 64), (x(1, 1, 3, 64), x(1, 1, 3, 64)), (x(1, 1, 90, 64), x(1, 1, 90, 64))
     mask, length = jnp.array([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], bool), jnp.array([70])

@@ -19,7 +19,7 @@ def test_worked_example():
 
 @st.composite
 def forests(draw, rows=10):
-    """Parents of a tree of any size with padding behind it."""
+    """Parents of a tree of any size with padding after it."""
     size = draw(st.integers(1, rows))
     parents = [-1] + [draw(st.integers(0, i - 1)) for i in range(1, size)]
     return parents + [-1] * (rows - size)

@@ -69,7 +69,9 @@ def test_what_repeats_is_accepted():
     """A target that goes round in a circle of four tokens: once seen, whole paths are right."""
     loaded = tiny.hash_target()
     table = np.zeros_like(np.asarray(loaded.params["table"]))
-    circle = tiny.dataclasses.replace(loaded, model=Circle(loaded.model.vocab_size), params=loaded.params | {"table": table})
+    circle = tiny.dataclasses.replace(
+        loaded, model=Circle(loaded.model.vocab_size), params=loaded.params | {"table": table}
+    )
     result = speculate.generate(circle, load_drafter("ngram", circle), [1, 2, 3, 4], TreeConfig(8), SamplingConfig(50))
     assert result.token_ids == [(i % 4) + 1 for i in range(50)]
     assert result.accept_lengths[2:-1] and set(result.accept_lengths[2:-1]) == {8}

@@ -137,7 +137,7 @@ def test_wrong_chunks_are_refused_by_name(chunk):
         speculate.start(tiny.hash_target(), None, [1], prefill_chunk=chunk)
 
 
-def test_logits_behind_a_long_text():
+def test_logits_after_a_long_text():
     """`baseline.next_logits` reads in chunks too, over the border of its buffer sizes."""
     loaded = tiny.target("llama")
     ids = np.random.default_rng(0).integers(0, tiny.VOCAB, 1100).tolist()

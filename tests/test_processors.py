@@ -66,7 +66,7 @@ def processed(logits, contexts, prompt_length, options, ends=()):
     contexts = np.array(contexts, np.int32)
     arrays = requests.sampling([prompt_length] * len(contexts), options, tiny.geometry(options))
     past = Past(
-        put(np.pad(contexts, ((0, 0), (0, 3))), jnp.int32),  # what lies behind the length is never read
+        put(np.pad(contexts, ((0, 0), (0, 3))), jnp.int32),  # what lies after the length is never read
         jnp.full(len(contexts), prompt_length),
         jnp.full(len(contexts), contexts.shape[1]),
         put([[*ends, -1]] * len(contexts), jnp.int32),

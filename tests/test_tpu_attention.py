@@ -96,7 +96,7 @@ def test_more_keys_than_queries():
 
 
 def test_what_a_node_does_not_see_may_be_broken():
-    """NaN or inf in other branches, in their queries, and behind the committed length."""
+    """NaN or inf in other branches, in their queries, and after the committed length."""
     q, (k, v), mask, prefix = inputs(1, 1, 2, 64, 17, 384)
     length = jnp.array([200])
     clean = interpreted(q, (k, v), mask, prefix, length)
@@ -105,8 +105,8 @@ def test_what_a_node_does_not_see_may_be_broken():
     for poison in (jnp.nan, jnp.inf):
         spoil = lambda x, good, poison=poison: jnp.where(good[:, None], x, poison)
         broken = tuple(spoil(x, path) for x in (k, v))
-        behind = tuple(spoil(x, jnp.arange(384) < 200) for x in prefix)
-        got = interpreted(spoil(q, path.repeat(2)), broken, mask, behind, length)
+        after = tuple(spoil(x, jnp.arange(384) < 200) for x in prefix)
+        got = interpreted(spoil(q, path.repeat(2)), broken, mask, after, length)
         assert (got[:, path] == clean[:, path]).all()
         assert jnp.isnan(got[:, ~path]).all()  # a node that is broken itself tells
 

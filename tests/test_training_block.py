@@ -147,13 +147,13 @@ def test_anchors_lie_on_answer_tokens_with_a_successor():
     assert few.valid.all() and (np.diff(few.position[0]) > 0).all() and few.position.min() >= 2
 
 
-def test_no_label_behind_a_gap_or_in_another_document():
+def test_no_label_after_a_gap_or_in_another_document():
     one = lambda position: Anchors(jnp.array([[position]]), jnp.ones((1, 1), bool))
     learnt = jnp.array([[0, 1, 1, 0, 1, 1, 1, 1]], bool)
     document = jnp.array([[1, 1, 1, 1, 1, 1, 2, 2]])
     assert anchor_rules.candidates(learnt, document)[0].nonzero()[0].tolist() == [1, 4, 6]
     weigh = lambda a: anchor_rules.weights(one(a), learnt, document, 4, 0.0)[0, 0].tolist()
-    assert weigh(1) == [1, 0, 0, 0]  # the answer goes on at 4, behind another's turn
+    assert weigh(1) == [1, 0, 0, 0]  # the answer goes on at 4, after another's turn
     assert weigh(4) == [1, 0, 0, 0]
     assert weigh(6) == [1, 0, 0, 0]
 

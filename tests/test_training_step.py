@@ -48,7 +48,7 @@ def advance(r, state, b):
 
 
 def test_loss_and_gradient_of_a_document_do_not_depend_on_its_neighbour():
-    """B packed behind A, B alone, and B behind another A: the same loss and the same step, every anchor drawn."""
+    """B packed after A, B alone, and B after another A: the same loss and the same step, every anchor drawn."""
     b = example("b", np.random.default_rng(0).integers(4, 48, 8), 3)
     silent = lambda seed: dataclasses.replace(
         example("a", np.random.default_rng(seed).integers(4, 48, 12), 2), learnt=np.zeros(12, bool)

@@ -53,9 +53,9 @@ def nodes(built, row: int = 0) -> list[oracles.Node]:
 
 
 def check_padding(built, row: int) -> None:
-    behind = slice(int(built.size[row]), None)
+    after = slice(int(built.size[row]), None)
     for field, pad in ((built.tokens, 0), (built.parents, -1), (built.depths, 0)):
-        assert (field[row, behind] == pad).all()
+        assert (field[row, after] == pad).all()
     assert (np.asarray(built.valid()[row]) == (np.arange(built.tokens.shape[1]) < built.size[row])).all()
 
 

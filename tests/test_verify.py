@@ -32,7 +32,7 @@ def check(rows, choices) -> None:
         path, tokens = oracles.walk(row, choices[i])
         count = int(got.count[i])
         assert (got.path[i, :count].tolist(), got.tokens[i, :count].tolist()) == (path, tokens)
-    assert ((got.path >= 0) & (got.path < ROWS)).all()  # entries behind the count are gathered too
+    assert ((got.path >= 0) & (got.path < ROWS)).all()  # entries after the count are gathered too
 
 
 def test_worked_example():

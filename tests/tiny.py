@@ -83,7 +83,7 @@ def head_config(causal: bool, block: int = 5, **changes) -> HeadConfig:
 
 
 def _inputs(shape) -> int:
-    """The axis that a product sums over: the first, behind the experts' of [X, E, 2, F] and [X, F, E]."""
+    """The axis that a product sums over: the first, after the experts' of [X, E, 2, F] and [X, F, E]."""
     experts = (len(shape) == 3 and shape[1] != 2) or (len(shape) == 4 and shape[2] == 2)
     return shape[1] if experts else shape[0]
 

@@ -18,7 +18,7 @@ from jetspec_jax.options import SamplingConfig
 
 
 def resolve(target, option: SamplingConfig) -> SamplingConfig:
-    """The option with the target's own end tokens where it leaves them open, and bad words as token ids.
+    """Returns the option with the target's own end tokens where it leaves them open, and bad words as token ids.
 
     Raises:
       ConfigError: it needs a tokenizer and the target has none.

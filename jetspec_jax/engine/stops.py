@@ -38,7 +38,7 @@ class StopText:
                 self._search(old)
 
     def finish(self) -> None:
-        """No more ids will come."""
+        """Ends the text: no more ids will come."""
         if not self.over:
             self._text += self._decoder.finish()
         self.over = True

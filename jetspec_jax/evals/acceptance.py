@@ -51,7 +51,7 @@ def measure(target, head, prompts: list[list[int]], tree: TreeConfig, sampling: 
 
 
 def pooled(results: Sequence[speculate.Result]) -> dict:
-    """What the rounds of all results say together, and each result's own length.
+    """Returns what the rounds of all results say together, and each result's own length.
 
     acceptance_length: tokens that a round gave out, its bonus token included, over all rounds of all prompts; ends and
         limits cut them. interval_95 is its own.
@@ -105,7 +105,7 @@ def differing(target, prompts, outputs, sampling: SamplingConfig, batch: int) ->
 
 
 def read(target, path: str, limit: int, max_prompt_tokens: int, thinking: bool | None = None) -> list[list[int]]:
-    """Token ids of the first `limit` prompts that are short enough.
+    """Returns token ids of the first `limit` prompts that are short enough.
 
     Raises:
       ConfigError: no prompt of the file is.
@@ -117,7 +117,7 @@ def read(target, path: str, limit: int, max_prompt_tokens: int, thinking: bool |
 
 
 def short(prompts: list[list[int]], limit: int, most: int) -> list[list[int]]:
-    """The first `limit` prompts of at most `most` tokens."""
+    """Returns the first `limit` prompts of at most `most` tokens."""
     return [ids for ids in prompts if len(ids) <= most][:limit]
 
 
@@ -150,7 +150,7 @@ LINE = command.Line(
 
 @command.tool("acceptance", "a smaller --batch")
 def main(argv: Sequence[str]) -> int:
-    """The command of the module's docstring; the exit status."""
+    """Runs the command of the module's docstring, and returns its exit status."""
     args = LINE.parse(argv)
     settings = command.settings(args)
     combinations = list(itertools.product(args.budget, args.temperature, args.sharpness))

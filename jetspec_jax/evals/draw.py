@@ -30,7 +30,7 @@ class Node(NamedTuple):
 
 
 def nodes(done: Recorded, text: Callable[[int], str]) -> list[Node]:
-    """All nodes, the bonus as the last, below the last accepted one. text: a token as people read it."""
+    """Returns all nodes, the bonus as the last, below the last accepted one. text: a token as people read it."""
     path, last = {int(i) for i in done.accepted}, int(done.accepted[-1])
     draft = None if done.draft_logits is None else _softmax(done.draft_logits)
     assert done.target_logits is not None, "record(..., full=) keeps them"
@@ -53,13 +53,13 @@ def _softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def title(done: Recorded, number: int) -> str:
-    """What the round did, in one line."""
+    """Returns what the round did, in one line."""
     drafted, kept = len(done.tokens) - 1, len(done.accepted) - 1
     return f"round {number}: {drafted} tokens drafted, {kept} accepted, 1 more from the target"
 
 
 def lines(done: Recorded, number: int, text: Callable[[int], str]) -> list[str]:
-    """The tree for a terminal: accepted nodes have a full dot, `+` is the bonus; p draft / target."""
+    """Draws the tree for a terminal: accepted nodes have a full dot, `+` is the bonus; p draft / target."""
     drawn = nodes(done, text)
     out = [f"{title(done, number)} (draft's probability / target's)"]
     waiting = [(0, "", "")]
@@ -90,7 +90,7 @@ def _heights(drawn: list[Node]) -> dict[int, float]:
 
 
 def svg(done: Recorded, number: int, text: Callable[[int], str]) -> str:
-    """The tree as an SVG picture: depth to the right, the accepted path thick and green, the bonus dashed."""
+    """Draws the tree as an SVG picture: depth to the right, the accepted path thick and green, the bonus dashed."""
     drawn = nodes(done, text)
     heights = _heights(drawn)
     wide = MARGIN * 2 + COLUMN * (1 + max(node.depth for node in drawn))

@@ -121,7 +121,7 @@ LINE = command.Line(
 
 @command.tool("formats")
 def main(argv: Sequence[str]) -> int:
-    """The command of the module's docstring; the exit status."""
+    """Runs the command of the module's docstring, and returns its exit status."""
     args = LINE.parse(argv)
     rows = load(args.name, args.folder)
     write(args.out, rows)

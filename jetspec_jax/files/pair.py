@@ -38,7 +38,7 @@ class LoadedTarget:
 
     @functools.cached_property
     def tokenizer(self) -> tokenizer.Tokenizer | None:
-        """The tokenizer, read when it is first needed; None for a checkpoint without one."""
+        """Returns the tokenizer, read when it is first needed; None for a checkpoint without one."""
         return self._tokenizer()
 
     def encode_messages(

@@ -30,8 +30,11 @@ def gumbel(seed: UInt32[Array, ""], position: Int[Array, ""], vocab_size: int) -
 
 
 def top_k(x: Float[Array, "*rows V"], k: int) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
-    """`jax.lax.top_k`, exactly, without a sort of the whole vocabulary: a long axis is cut into pieces, and only the k
-    pieces with the largest maxima can hold one of the k largest numbers. Of equals the first wins, as there."""
+    """Computes `jax.lax.top_k`, exactly, without a sort of the whole vocabulary.
+
+    A long axis is cut into pieces, and only the k pieces with the largest maxima can hold one of the k largest numbers.
+    Of equals the first wins, as there.
+    """
     index = jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=jnp.int32), x.shape)
     for piece in PIECES:
         size = x.shape[-1]
@@ -49,7 +52,7 @@ def top_k(x: Float[Array, "*rows V"], k: int) -> tuple[Float[Array, "*rows k"], 
 def threshold(
     scores: Float[Array, "*rows V"], weight: Float[Array, "*rows V"], need: Float[Array, "*rows"]
 ) -> Float[Array, "*rows"]:
-    """The largest t for which the scores >= t weigh at least `need` > 0 together; -inf where even all do not.
+    """Finds the largest t for which the scores >= t weigh at least `need` > 0 together; -inf where even all do not.
 
     A search among the floating-point numbers themselves, in the order of their bits: it ends at the exact value. Each
     pass over the scores splits the bracket in `ways`. Two are the least work; on an accelerator a pass costs its launch

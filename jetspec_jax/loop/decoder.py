@@ -61,14 +61,14 @@ class Decoder:
         return self.draft.depth
 
     def ends(self, params: dict) -> Ends:
-        """The target's embedding and logits, for the draft."""
+        """Returns the target's embedding and logits, for the draft."""
         weights = params["target"]
         return Ends(
             lambda tokens: self.target.embed(weights, tokens), lambda hidden: self.target.logits(weights, hidden)
         )
 
     def choice(self, state: State, depth: int) -> Choice:
-        """How the next tokens of every row are chosen, at most depth + 1 of them."""
+        """Returns how the next tokens of every row are chosen, at most depth + 1 of them."""
         return choose(state.sampling, state.past, state.done, depth, self.target.vocab_size)
 
 

@@ -35,7 +35,7 @@ TABLE = {
 
 
 def make_mesh(model: int = 1, devices: list | None = None) -> Mesh:
-    """All devices as (data, model); `model` of them share one target."""
+    """Returns a mesh of all devices as (data, model); `model` of them share one target."""
     devices = devices or jax.devices()
     if len(devices) % model:
         raise ValueError(f"model_parallel={model}: it must divide the number of devices, {len(devices)}")
@@ -54,12 +54,12 @@ def trained(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def split(mesh: Mesh, axis: int = 0) -> NamedSharding:
-    """Of an array whose given axis counts sequences."""
+    """Returns the sharding of an array whose given axis counts sequences."""
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, "data"))
 
 
 def repeated(mesh: Mesh) -> NamedSharding:
-    """The same array on every device."""
+    """Returns the sharding that puts the same array on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 

@@ -37,13 +37,13 @@ def sample(keys: Key[Array, " B"], candidate: Bool[Array, "B S"], count: int) ->
 
 
 def seen(anchors: Anchors, document: Int[Array, "B S"]) -> Bool[Array, "B A S"]:
-    """Context rows that a block may look at; none for an anchor that is not valid."""
+    """Marks the context rows that a block may look at; none for an anchor that is not valid."""
     own = jnp.take_along_axis(document, anchors.position, 1)[..., None] == document[:, None]
     return (jnp.arange(document.shape[1]) < anchors.position[..., None]) & own & anchors.valid[..., None]
 
 
 def labels(anchors: Anchors, slots: int, depth: int) -> Int[Array, "B A D"]:
-    """Index in the sequence of the tokens that slots 1..D predict, cut to the sequence's last."""
+    """Returns the index in the sequence of the tokens that slots 1..D predict, cut to the sequence's last."""
     return jnp.minimum(anchors.position[..., None] + jnp.arange(1, depth + 1), slots - 1)
 
 

@@ -115,7 +115,7 @@ class Checkpoints:
     def restore(
         self, like: TrainState, step: int = 0, log: Callable[[str], None] = lambda line: None
     ) -> tuple[TrainState, dict[str, Any]] | None:
-        """The newest whole state, or that of `step`; None where there is none yet.
+        """Returns the newest whole state, or that of `step`; None where there is none yet.
 
         like: a state or its ShapeDtypeStructs with the shardings wanted now; the number of devices may be another than
         when it was saved.

@@ -141,7 +141,7 @@ NOWHERE = 1 << 20
 
 
 def summary(drafts: Drafts, budgets: tuple[int, ...]) -> dict[str, Any]:
-    """Plain numbers from what was drafted.
+    """Computes plain numbers from what was drafted.
 
     acceptance: mean accepted tokens + 1 over the rounds of a walk through every answer, by budget. every_anchor: the
     same over all anchors alike. agreement: share of rows whose best token is the target's, by depth. conditional: by

@@ -32,7 +32,7 @@ Log = Callable[[str], None]
 
 
 def scale(target, packed: Packed, taps: tuple[int, ...], sequences: int, batch: int, attention: str) -> jax.Array:
-    """[F] f32, root mean square of every tapped channel over `sequences` sequences; padding excluded."""
+    """Returns f32 [F], root mean square of every tapped channel over `sequences` sequences; padding excluded."""
     squares, count = jnp.zeros(()), 0
     packed = packed.sample(sequences)
 

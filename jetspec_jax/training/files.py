@@ -15,7 +15,7 @@ from jetspec_jax.config import ConfigError
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A path to write to, which becomes `path` when the block ends well. Several processes may write the same file."""
+    """Yields a path to write to, which becomes `path` when the block ends well; several processes may write one."""
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         yield unfinished
@@ -43,11 +43,11 @@ def alone(folder: Path, name: str = ".lock") -> Iterator[None]:
 
 
 def write(path: Path, text: str) -> None:
-    """A text file."""
+    """Writes a text file."""
     with whole(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """A JSON file, one key a line."""
+    """Writes a JSON file, one key a line."""
     write(path, json.dumps(value, indent=1) + "\n")

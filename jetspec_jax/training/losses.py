@@ -56,7 +56,7 @@ class Loss(NamedTuple):
 
 
 def distill(table: Float[Array, "V E"], rows: Rows, mix: Mix, chunk: int = 4096) -> Loss:
-    """Weighted sum of losses and its gradient; about `chunk` rows of f32 logits exist at a time.
+    """Returns the weighted sum of losses and its gradient; about `chunk` rows of f32 logits exist at a time.
 
     The chunks cut every sequence alike, so that sequences on several devices work side by side.
     """

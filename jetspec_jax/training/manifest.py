@@ -36,7 +36,7 @@ FREE = (
 
 
 def recipe(config: Settings, target, head, steps: int, packed: Packed) -> dict[str, Any]:
-    """All that decides what a training run learns and which of its heads is the best one."""
+    """Returns all that decides what a training run learns and which of its heads is the best one."""
     named = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE}
     named |= {"tap_layers": head.tap_layers, "steps": steps}
     digest = hashlib.sha256()
@@ -52,7 +52,7 @@ def recipe(config: Settings, target, head, steps: int, packed: Packed) -> dict[s
 
 
 def prompts(config: Settings) -> dict[str, Any]:
-    """The settings that choose the prompts which are answered."""
+    """Returns the settings that choose the prompts which are answered."""
     names = (() if config.data else POOL) + (OWN if config.own_prompts else OWN[:1]) + ASKED
     return {name: getattr(config, name) for name in names}
 

@@ -50,14 +50,14 @@ def parse(argv: Sequence[str]) -> tuple[Settings, Path]:
 
 
 def find(name: str) -> Path:
-    """The file of that name, or the configuration of ours that is called so."""
+    """Finds the file of that name, or the configuration of ours that is called so."""
     path, ours = Path(os.path.expanduser(name)), CONFIGS / f"{Path(name).stem}.py"
     plain = name in (ours.stem, ours.name)
     return ours if plain and not path.is_file() and ours.is_file() else path
 
 
 def load(path: Path) -> dict[str, Any]:
-    """What `get_config()` of a Python file returns: a mapping of keys to values."""
+    """Returns what `get_config()` of a Python file does: a mapping of keys to values."""
     where = f"--config={path}"
     if not path.is_file():
         raise ConfigError(f"{where}: no such file; give one, or the name of one in configs/")

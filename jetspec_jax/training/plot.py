@@ -86,7 +86,7 @@ LINE = command.Line(
 
 @command.tool("plot")
 def main(argv: Sequence[str]) -> int:
-    """The command of the module's docstring; the exit status."""
+    """Runs the command of the module's docstring, and returns its exit status."""
     args = LINE.parse(argv)
     folder = Path(args.folder)
     folder = folder / "train" if (folder / "train" / journal.FILE).is_file() else folder

@@ -211,7 +211,7 @@ def regenerate(  # noqa: PLR0913  # keys of the configuration
 
 
 def counts(prompts: Prompts, known: Answers) -> dict[str, Any]:
-    """What became of the input; input = answered + errors + skipped, all in rows."""
+    """Counts what became of the input; input = answered + errors + skipped, all in rows."""
     greedy = known.sample == 0
     return {
         "input": prompts.total,
@@ -290,7 +290,7 @@ LINE = command.Line(
 
 @command.tool("regenerate", "a smaller --batch", "; the same command goes on")
 def main(argv: Sequence[str]) -> int:
-    """The command of the module's docstring; the exit status."""
+    """Runs the command of the module's docstring, and returns its exit status."""
     args = LINE.parse(argv)
     target = load.load_target(args.target or demo.fetch_target(), args.dtype, args.backend)
     head = load.load_head(args.head, target) if args.head else None

@@ -209,7 +209,7 @@ KINDS: dict[str, Any] = {f.name: typing.get_type_hints(Settings)[f.name] for f i
 
 
 def option(field: dataclasses.Field) -> Option:
-    """The option of a key on the command line; `from_text` and the class check its value."""
+    """Returns the option of a key on the command line; `from_text` and the class check its value."""
     limits, said = field.metadata, field.metadata.get("help", "")
     known = [f"{said[:1].upper()}{said[1:]}." if said else ""]
     if "choices" in limits:
@@ -236,13 +236,13 @@ def make(values: Mapping[str, Any], where: str) -> Settings:
 
 
 def nearest(name: str, known: list[str], prefix: str = "") -> str:
-    """The end of a line that refuses a name."""
+    """Returns the end of a line that refuses a name."""
     close = difflib.get_close_matches(name, known, 1, 0.5)
     return f"; did you mean {prefix}{close[0]}?" if close else f"; known: {', '.join(sorted(known))}"
 
 
 def from_text(key: str, text: str) -> Any:
-    """A value of the command line as its key's type."""
+    """Returns a value of the command line as its key's type."""
     kind = KINDS[key]
     try:
         if kind is bool:

@@ -60,7 +60,7 @@ def update(
     state: TrainState,
     batch: Batch,
 ) -> tuple[TrainState, Metrics]:
-    """One step. Parts of the batch run one after the other; the result is that of the whole batch at once.
+    """Takes one step. Parts of the batch run one after the other; the result is that of the whole batch at once.
 
     A batch without an anchor changes nothing but the position. So does one with a value that is not finite, and every
     batch after it: `state.broken` keeps the first one's position.
@@ -158,5 +158,5 @@ def _gradient(recipe: Recipe, target_params, scale, params, part: Batch, feature
 
 
 def unembedding(target_params) -> jax.Array:
-    """lm_head [V, E] of the target; a tied one is its embedding."""
+    """Returns lm_head [V, E] of the target; a tied one is its embedding."""
     return target_params["lm_head"] if "lm_head" in target_params else target_params["embedding"]

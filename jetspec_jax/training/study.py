@@ -219,7 +219,7 @@ def _digest(text: str) -> str:
 
 
 def table(workdir: Path, config: Settings) -> str:
-    """The results so far, as Markdown; ratios are to the first variant."""
+    """Returns the results so far, as Markdown; ratios are to the first variant."""
     results = []
     for number in range(len(VARIANTS)):
         path = workdir / f"variant-{number}" / "result.json"
@@ -260,7 +260,7 @@ LINE = command.Line(
 
 @command.tool("study", "smaller loss_chunk or feature_batch, or remat=true, in --config", "; the same command goes on")
 def main(argv: Sequence[str]) -> int:
-    """The command of the module's docstring; the exit status."""
+    """Runs the command of the module's docstring, and returns its exit status."""
     args = LINE.parse(argv)
     for row in args.variants or []:
         if row >= len(VARIANTS):

@@ -29,7 +29,7 @@ def run(
     taps: tuple[int, ...],
     attention: str = "xla",
 ) -> Features:
-    """Every document of every sequence as if it stood alone.
+    """Runs every document of every sequence as if it stood alone.
 
     position: within the document. attention: "xla", or "cudnn" for the fused kernel of NVIDIA GPUs (16-bit only).
     """
@@ -45,7 +45,7 @@ def run(
 
 
 def visible(document: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
-    """Causal within each document. Padding is a document too, so that no row is empty."""
+    """Returns a mask that is causal within each document. Padding is a document too, so that no row is empty."""
     return (document[:, :, None] == document[:, None]) & jnp.tril(jnp.ones((document.shape[1],) * 2, bool))
 
 
@@ -57,14 +57,14 @@ def fused(
     causal: bool = False,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Float[Array, "B T N H"]:
-    """Attention in one kernel that keeps no score; `causal` says that the mask is, so that half can be left out."""
+    """Computes attention in one kernel that keeps no score; `causal` says that the mask is, so half can be left out."""
     return jax.nn.dot_product_attention(
         q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask=mask[:, None], is_causal=causal, implementation=implementation
     )
 
 
 def kernel(choice: str, dtype) -> str:
-    """The attention that "auto" means here: cuDNN's on an NVIDIA GPU in 16 bits."""
+    """Returns the attention that "auto" means here: cuDNN's on an NVIDIA GPU in 16 bits."""
     if choice != "auto":
         return choice
     cuda = any("nvidia" in d.device_kind.lower() for d in jax.local_devices())

@@ -214,7 +214,7 @@ def heads(
         f32 = jnp.float32
 
         def summed(place, mask):
-            """Both halves of what the product holds at `place`, rounded as a product is."""
+            """Returns both halves of what the product holds at `place`, rounded as a product is."""
             both = []
             for column in halves:
                 read = lambda i, column=column: parts_ref.at[jnp.int32(i), at, head, place, column]

@@ -137,7 +137,7 @@ def _kernel(  # noqa: PLR0913  # the references of a kernel
         value[...] = value[...] * fade + add
 
     def only(good, v):
-        """Other values become zero, since a weight of zero keeps no NaN out. In f32: old vector units lack bf16."""
+        """Sets other values to zero, since a weight of zero keeps no NaN out. In f32: old vector units lack bf16."""
         return jnp.where(good, v.astype(jnp.float32), 0).astype(v.dtype)
 
     def prefix(i, carry):

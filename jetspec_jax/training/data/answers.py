@@ -39,7 +39,7 @@ class Answers(NamedTuple):
         return np.concatenate([[0], np.cumsum(self.length.astype(np.int64))[:-1]])
 
     def rows(self) -> list[np.ndarray]:
-        """The token ids of every row."""
+        """Returns the token ids of every row."""
         return np.split(self.tokens, self.offset[1:])
 
 
@@ -59,7 +59,7 @@ def write(folder: Path, number: int, answers: Answers) -> Path:
 
 
 def read(folder: Path) -> Answers:
-    """All parts of a folder in order; no rows where there is none.
+    """Reads all parts of a folder in order; no rows where there is none.
 
     Raises:
       ConfigError: a part is damaged.
@@ -77,7 +77,7 @@ def read(folder: Path) -> Answers:
 
 
 def concatenate(parts: list[Answers]) -> Answers:
-    """The rows of all parts."""
+    """Joins the rows of all parts."""
     return Answers(*(np.concatenate(field) for field in zip(*parts, strict=True)))
 
 

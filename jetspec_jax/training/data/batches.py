@@ -88,5 +88,5 @@ class Batches:
         return bool(self._anchored[np.asarray(self._all[number])].any())
 
     def identities(self, number: int) -> list[str]:
-        """What the documents of batch `number` are called, of all processes."""
+        """Returns what the documents of batch `number` are called, of all processes."""
         return [name for row in np.asarray(self._all[number]) for name in self._packed.identities[int(row)]]

@@ -60,7 +60,7 @@ class Function(NamedTuple):
 
 
 def collect(per_package: int) -> list[Function]:
-    """At most `per_package` functions of each package, the standard library without that limit, no docstring twice."""
+    """Collects functions, at most `per_package` of each package but the standard library, no docstring twice."""
     known, chosen = set(), []
     for package in LICENCES:
         found = {}
@@ -76,7 +76,7 @@ def collect(per_package: int) -> list[Function]:
 
 
 def prompt(function: Function) -> str:
-    """A request for the function, in one of several wordings; the function decides which."""
+    """Words a request for the function, in one of several wordings; the function decides which."""
     kind = "method" if function.owner else "function"
     block = f"```python\n{function.code}\n```"
     draw = int(digest("wording " + function.code), 16) % 100
@@ -99,7 +99,7 @@ def prompt(function: Function) -> str:
 
 
 def digest(text: str) -> str:
-    """A stable number for orders and draws that do not depend on the process."""
+    """Returns a stable number for orders and draws that do not depend on the process."""
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 

@@ -50,7 +50,7 @@ class Report:
         self.example.setdefault(reason, f"{row.where}: {json.dumps(row.value, ensure_ascii=False, default=str)[:300]}")
 
     def lines(self) -> list[str]:
-        """For the log, before the first step."""
+        """Returns lines for the log, before the first step."""
         head = f"data: {self.read:,} rows read, {self.used:,} used"
         head += f" ({self.truncated:,} of them cut to the sequence length)" if self.truncated else ""
         reasons = [f"data: {n:,} dropped: {why} (first: {self.example[why]})" for why, n in self.dropped.most_common()]
@@ -175,7 +175,7 @@ class _Encoder:
         yield Piece(text[at:], False, end)
 
     def marks(self) -> tuple[str, str]:
-        """What the template writes before and after an assistant's text."""
+        """Returns what the template writes before and after an assistant's text."""
         if not self._tokenizer.has_chat_template:
             raise ConfigError("the target has no chat template, so text_loss=assistant finds nothing")
         ask = [{"role": "user", "content": "U"}]

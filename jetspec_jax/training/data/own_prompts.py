@@ -26,7 +26,7 @@ DRAWS = 4  # tries for a prompt that is kept, on average, before we take what th
 
 
 def opening(target) -> list[int]:
-    """The chat template up to the user's first word."""
+    """Returns the chat template up to the user's first word."""
     if target.tokenizer is None or not target.tokenizer.has_chat_template:
         raise ConfigError(f"own_prompts: {target.source} has no chat template to speak through")
     text = target.tokenizer.render_chat([{"role": "user", "content": MARK}], answer_follows=False)
@@ -42,7 +42,7 @@ def write(
     forbidden: Callable[[str], bool] | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
-    """At most `count` rows {"id", "messages"}, all different; fewer where the target repeats itself.
+    """Writes at most `count` rows {"id", "messages"}, all different; fewer where the target repeats itself.
 
     Turns that did not end by themselves, are shorter than a few words, or are `forbidden` (a benchmark's) are left out.
     """

@@ -24,12 +24,12 @@ class Packed(NamedTuple):
     identities: tuple[tuple[str, ...], ...]  # of the documents of a sequence, in order
 
     def select(self, rows: np.ndarray) -> Packed:
-        """The named sequences, in that order."""
+        """Selects the named sequences, in that order."""
         names = tuple(self.identities[int(i)] for i in rows)
         return Packed(self.tokens[rows], self.document[rows], self.position[rows], self.learnt[rows], names)
 
     def sample(self, count: int) -> Packed:
-        """At most `count` sequences, evenly out of all: they lie in falling order of their longest document."""
+        """Selects at most `count` sequences, evenly out of all: they lie in falling order of their longest document."""
         return self.select(np.linspace(0, len(self.tokens) - 1, min(count, len(self.tokens))).astype(int))
 
     @property
@@ -40,7 +40,7 @@ class Packed(NamedTuple):
 
 
 def pack(examples: list[Example], length: int) -> Packed:
-    """All examples, each whole in one sequence; none may be longer than `length`. The same order every time."""
+    """Packs all examples, each whole in one sequence; none may be longer than `length`. The same order every time."""
     order = sorted(range(len(examples)), key=lambda i: (-examples[i].tokens.size, i))
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free positions, sequence), ascending

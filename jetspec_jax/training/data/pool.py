@@ -76,7 +76,7 @@ def build(
 
 
 def chat(count: int) -> Iterator[tuple[str, int, str]]:
-    """About `count` prompts from the families of `chat_topics`, by their shares; the same ones every time."""
+    """Makes about `count` prompts from the families of `chat_topics`, by their shares; the same ones every time."""
     total = sum(share for share, _, _ in chat_topics.FAMILIES.values())
     for family, (share, templates, fields) in chat_topics.FAMILIES.items():
         draw = random.Random(family)
@@ -117,7 +117,7 @@ class Forbidden:
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words without the fixed wordings around a task, which all rows of a format share."""
+    """Returns lower-case words without the fixed wordings around a task, which all rows of a format share."""
     for fixed in (formats.BOXED, formats.function("").split("\n")[0], formats.contest("").split("\n")[0]):
         text = text.replace(fixed, " ")
     return re.findall(r"\w+", text.lower())
@@ -146,7 +146,7 @@ LINE = command.Line(
 
 @command.tool("pool")
 def main(argv: Sequence[str]) -> int:
-    """The command of the module's docstring; the exit status."""
+    """Runs the command of the module's docstring, and returns its exit status."""
     args = LINE.parse(argv)
     out = Path(args.out)
     if not out.parent.is_dir():

@@ -26,7 +26,7 @@ class Row(NamedTuple):
 
 
 def read(source: str | Path) -> Iterator[Row]:
-    """All rows in order.
+    """Reads all rows in order.
 
     source: a file, a folder of files of one kind, or a folder that `datasets.save_to_disk` wrote (of several splits,
     `train` is taken).

@@ -176,7 +176,7 @@ def forward(  # noqa: PLR0913  # arrays of one forward pass
     attention: str = "xla",
     remat: bool = False,
 ) -> Float[Array, "B A T E"]:
-    """Hidden states of every slot of every block, for the target's lm_head.
+    """Returns hidden states of every slot of every block, for the target's lm_head.
 
     block: embeddings of [anchor, MASK, ...], T = block size. features: tapped target features of the sequence; what
     lies at or after an anchor, or in another document, is not read by its block. remat: keep only what enters a layer.
