@@ -269,6 +269,13 @@ WORKS = {
 
 
 class TestSignals:
+    @pytest.fixture(autouse=True)
+    def heard(self):
+        """Lets children hear Ctrl-C: what a shell starts in the background ignores it, and so would they."""
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield
+        signal.signal(signal.SIGINT, before)
+
     @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     @pytest.mark.parametrize("work", WORKS)
     def test_the_end_comes_in_two_seconds(self, work, number, status, tmp_path):
