@@ -6,9 +6,9 @@ import shutil
 from types import SimpleNamespace
 
 import gguf
+import ggufs
 import numpy as np
 import pytest
-import test_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -204,7 +204,7 @@ class TestEndTokens:
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("g") / "m.gguf"
-    return GGUF(test_gguf.write(path, vocabulary=test_gguf.byte_level_vocabulary()))
+    return GGUF(ggufs.write(path, vocabulary=ggufs.byte_level_vocabulary()))
 
 
 class TestGGUF:
@@ -232,7 +232,7 @@ class TestGGUF:
     @pytest.mark.parametrize("value", [3, ["llama"], None])
     @pytest.mark.parametrize("key", ["general.architecture", "split.count"])
     def test_keys_that_are_read_first(self, tmp_path, monkeypatch, key, value):
-        path, whole = test_gguf.write(tmp_path / "m.gguf"), gguf_file._Contents
+        path, whole = ggufs.write(tmp_path / "m.gguf"), gguf_file._Contents
 
         def odd(data):
             found = whole(data)

@@ -7,9 +7,9 @@ import pathlib
 import shutil
 import xml.etree.ElementTree
 
+import bpe
 import numpy as np
 import pytest
-import test_tokenizer
 
 import decode
 from jetspec_jax.evals import draw, trace
@@ -120,7 +120,7 @@ def speaking(tmp_path):
     """The pair with a tokenizer: its 64 ids are three special tokens and characters."""
     target = tmp_path / "target"
     shutil.copytree(PAIR / "target", target, copy_function=shutil.copyfile)
-    test_tokenizer.make(target, template=None)
+    bpe.make(target, template=None)
     return "--target", target, "--head", PAIR / "head"
 
 

@@ -5,9 +5,9 @@ import json
 import pathlib
 import shutil
 
+import bpe
 import numpy as np
 import pytest
-import test_tokenizer
 
 from jetspec_jax import doctor, speculate
 from jetspec_jax.config import SamplingConfig
@@ -148,7 +148,7 @@ class TestCompare:
         assert found.status == "note" and words in found.detail
 
     def test_with_a_tokenizer(self, target, head, tmp_path):
-        tok = tokenizer.from_folder(test_tokenizer.make(tmp_path / "t"))
+        tok = tokenizer.from_folder(bpe.make(tmp_path / "t"))
         loaded = dataclasses.replace(target, _tokenizer=lambda: tok)
         letter = tok.encode("!")[0]
         found = self.look(loaded, head, {"thinking": False}, mask_token_id=letter)

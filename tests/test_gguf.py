@@ -1,7 +1,6 @@
 """GGUF files written with the `gguf` package, against a Hugging Face folder of the same weights."""
 
 import hashlib
-import json
 import pathlib
 import shutil
 import struct
@@ -9,6 +8,7 @@ import subprocess
 import sys
 
 import gguf
+import ggufs
 import jax
 import numpy as np
 import pytest
@@ -18,93 +18,6 @@ from safetensors.numpy import load_file, save_file
 from jetspec_jax.config import ConfigError
 from jetspec_jax.files import cache_folder, demo, load, tokenizer
 from jetspec_jax.files.gguf_file import GGUF
-
-LLAMA = pathlib.Path(__file__).parent / "fixtures" / "reference" / "llama"
-QWEN = pathlib.Path(__file__).parent / "fixtures" / "reference" / "qwen3_untied"
-HEADS = {"q_proj": 4, "k_proj": 2}
-NAMES = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "embed_tokens": "token_embd", "norm": "output_norm",
-    "lm_head": "output",
-}  # fmt: skip
-MERGES = ["h e", "l l", "he ll", "hell o", "Ġ hello", "Ã ©", "1 2"]
-SPECIAL = {"<|endoftext|>": 3, "<|im_start|>": 3, "<|im_end|>": 3, "<think>": 4}
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-
-
-def original(name: str) -> str:
-    """The name that converters give a published tensor."""
-    parts = name.removeprefix("model.").split(".")
-    prefix = f"blk.{parts[1]}." if parts[0] == "layers" else ""
-    middle = ".".join(parts[2:-1]) if prefix else parts[0]
-    return f"{prefix}{NAMES[middle]}.{parts[-1]}"
-
-
-def permuted(x: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's order of query and key rows: pairs (i, i + half) side by side."""
-    return x.reshape(heads, 2, -1, x.shape[-1]).swapaxes(1, 2).reshape(x.shape)
-
-
-def byte_level_vocabulary() -> list[str]:
-    from tokenizers import pre_tokenizers
-
-    merged = [m.replace(" ", "") for m in MERGES]
-    return [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *merged]
-
-
-def write(
-    path, source=LLAMA, quantised=None, fields=(), extra=(), vocabulary=None, kinds=True, merges=MERGES, alignment=None,
-    types=SPECIAL, eos=2,
-):  # fmt: skip
-    """The checkpoint `source` as a GGUF file; `quantised` picks the type of a tensor by its published name."""
-    raw = json.loads((source / "config.json").read_text())
-    arch = raw["model_type"]
-    writer = gguf.GGUFWriter(path, arch)
-    if alignment:
-        writer.add_custom_alignment(alignment)
-    writer.add_block_count(raw["num_hidden_layers"])
-    writer.add_context_length(raw["max_position_embeddings"])
-    writer.add_embedding_length(raw["hidden_size"])
-    writer.add_feed_forward_length(raw["intermediate_size"])
-    writer.add_head_count(raw["num_attention_heads"])
-    writer.add_head_count_kv(raw["num_key_value_heads"])
-    writer.add_key_length(raw["head_dim"])
-    writer.add_rope_dimension_count(raw["head_dim"])
-    writer.add_rope_freq_base(raw["rope_parameters"]["rope_theta"])
-    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
-    for key, value in fields:
-        kind = next(kind for kind in (str, bool, float, int) if isinstance(value, kind))
-        {str: writer.add_string, bool: writer.add_bool, float: writer.add_float32, int: writer.add_uint32}[kind](
-            key, value
-        )
-    if vocabulary is not None:
-        writer.add_tokenizer_model("gpt2")
-        if "tokenizer.ggml.pre" not in dict(fields):
-            writer.add_tokenizer_pre("smollm")
-        writer.add_token_list(vocabulary)
-        if kinds:
-            writer.add_token_types([types.get(t, 1) for t in vocabulary])
-        if merges is not None:
-            writer.add_token_merges(merges)
-        writer.add_eos_token_id(eos)
-        writer.add_chat_template(TEMPLATE)
-    tensors = {n: x for file in source.glob("*.safetensors") for n, x in load_file(file).items()}
-    for name, x in [*tensors.items(), *extra]:
-        heads = HEADS.get(name.split(".")[-2]) if arch == "llama" else None
-        x = permuted(x, heads) if heads and x.ndim == 2 else x
-        kind = (quantised or (lambda name: Kind.F32))(name)
-        label = original(name) if name in tensors else name
-        if kind == Kind.F32:
-            writer.add_tensor(label, np.ascontiguousarray(x))
-        else:
-            writer.add_tensor(label, gguf.quants.quantize(x, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def refused(path, *words) -> str:
@@ -116,10 +29,10 @@ def refused(path, *words) -> str:
     return line
 
 
-@pytest.mark.parametrize("source", [LLAMA, QWEN], ids=["llama tied", "qwen3 untied"])
+@pytest.mark.parametrize("source", [ggufs.LLAMA, ggufs.QWEN], ids=["llama tied", "qwen3 untied"])
 @pytest.mark.parametrize("alignment", [None, 64])
 def test_a_file_equals_the_folder_of_the_same_weights(tmp_path, source, alignment, capsys):
-    ours = load.load_target(write(tmp_path / "m.gguf", source, alignment=alignment))
+    ours = load.load_target(ggufs.write(tmp_path / "m.gguf", source, alignment=alignment))
     theirs = load.load_target(source)
     assert capsys.readouterr().err == ""
     assert ours.dtype == "float32"
@@ -135,19 +48,19 @@ def test_a_file_equals_the_folder_of_the_same_weights(tmp_path, source, alignmen
 def test_the_permutation_is_not_its_own_inverse(tmp_path):
     """Else the comparison above would not see it left out or applied twice."""
     x = np.arange(64 * 2, dtype=np.float32).reshape(64, 2)
-    assert not np.array_equal(permuted(x, 4), x)
-    assert not np.array_equal(permuted(permuted(x, 4), 4), x)
+    assert not np.array_equal(ggufs.permuted(x, 4), x)
+    assert not np.array_equal(ggufs.permuted(ggufs.permuted(x, 4), 4), x)
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1, Kind.BF16, Kind.F16])
 def test_quantised_tensors_are_those_of_their_dequantised_folder(tmp_path, kind):
     block = lambda name: Kind.F32 if "norm" in name or "down_proj" in name else kind  # rows of 48 are no 32-blocks
-    file = write(tmp_path / "m.gguf", quantised=block)
-    folder = pathlib.Path(shutil.copytree(LLAMA, tmp_path / "folder"))
-    tensors = load_file(LLAMA / "model.safetensors")
+    file = ggufs.write(tmp_path / "m.gguf", quantised=block)
+    folder = pathlib.Path(shutil.copytree(ggufs.LLAMA, tmp_path / "folder"))
+    tensors = load_file(ggufs.LLAMA / "model.safetensors")
     for name, x in tensors.items():
         if block(name) != Kind.F32:
-            heads = HEADS.get(name.split(".")[-2])
+            heads = ggufs.HEADS.get(name.split(".")[-2])
             stored = gguf.quants.quantize(x, kind)  # rows are quantised alone, so their order does not matter
             tensors[name] = gguf.quants.dequantize(stored, kind).reshape(x.shape)
             assert heads is None or x.shape[0] == heads * 16
@@ -160,7 +73,7 @@ def test_quantised_tensors_are_those_of_their_dequantised_folder(tmp_path, kind)
 
 def test_contents_are_those_of_the_packages_reader(tmp_path):
     fields = [("a.text", "é世😀"), ("a.number", 7), ("a.real", 0.5)]
-    path = write(tmp_path / "m.gguf", vocabulary=byte_level_vocabulary(), fields=fields)
+    path = ggufs.write(tmp_path / "m.gguf", vocabulary=ggufs.byte_level_vocabulary(), fields=fields)
     ours, theirs = GGUF(path), gguf.GGUFReader(path)
     for key, field in theirs.fields.items():
         if not key.startswith("GGUF."):
@@ -170,11 +83,11 @@ def test_contents_are_those_of_the_packages_reader(tmp_path):
 
 class TestTokenizer:
     def read(self, tmp_path, **options):
-        return load.load_target(write(tmp_path / "m.gguf", vocabulary=byte_level_vocabulary(), **options))
+        return load.load_target(ggufs.write(tmp_path / "m.gguf", vocabulary=ggufs.byte_level_vocabulary(), **options))
 
     def test_ids_text_and_template(self, tmp_path):
         target = self.read(tmp_path)
-        tok, vocabulary = target.tokenizer, byte_level_vocabulary()
+        tok, vocabulary = target.tokenizer, ggufs.byte_level_vocabulary()
         ids = tok.encode(" hello é12<|im_end|>")
         assert [vocabulary[i] for i in ids] == ["Ġhello", "Ġ", "Ã©", "1", "2", "<|im_end|>"]
         assert tok.decode(ids) == " hello é12"
@@ -189,15 +102,15 @@ class TestTokenizer:
     @pytest.mark.parametrize("kinds", [True, False])
     def test_the_end_of_a_turn_has_a_key_of_its_own(self, tmp_path, key, kinds):
         """Whatever the token is and whatever its type: here a plain letter."""
-        end = byte_level_vocabulary().index("Z")
+        end = ggufs.byte_level_vocabulary().index("Z")
         target = self.read(tmp_path, fields=[(f"tokenizer.ggml.{key}_token_id", end)], kinds=kinds)
         assert end in target.eos and 2 in target.eos
         assert target.tokenizer.decode([end, 4]) == target.tokenizer.decode([4])
 
     @pytest.mark.parametrize("kind", [1, 3, 4])
     def test_end_marks_end_a_turn_whatever_type_they_have(self, tmp_path, kind):
-        types = SPECIAL | {"<|im_end|>": kind, "<|endoftext|>": kind}
-        target = self.read(tmp_path, types=types, eos=byte_level_vocabulary().index("Z"))
+        types = ggufs.SPECIAL | {"<|im_end|>": kind, "<|endoftext|>": kind}
+        target = self.read(tmp_path, types=types, eos=ggufs.byte_level_vocabulary().index("Z"))
         assert {0, 2} <= set(target.eos)
         ids = target.tokenizer.encode("he<|im_end|>")
         assert ids[-1] == 2 and target.tokenizer.decode(ids) == "he"
@@ -257,7 +170,7 @@ class TestRefusals:
         refused(tmp_path / "m.gguf", "GGUF")
 
     def test_a_file_cut_anywhere(self, tmp_path):
-        whole = write(tmp_path / "m.gguf", vocabulary=byte_level_vocabulary()).read_bytes()
+        whole = ggufs.write(tmp_path / "m.gguf", vocabulary=ggufs.byte_level_vocabulary()).read_bytes()
         path = tmp_path / "cut.gguf"
         for size in [*range(0, 400, 7), *range(400, len(whole) - 32, len(whole) // 60), len(whole) - 40]:
             path.write_bytes(whole[:size])
@@ -272,7 +185,7 @@ class TestRefusals:
         refused(tmp_path / "m.gguf", f"x has {axes} axes")
 
     def test_a_file_with_one_byte_changed_never_ends_in_a_traceback(self, tmp_path):
-        whole = write(tmp_path / "m.gguf", vocabulary=byte_level_vocabulary()).read_bytes()
+        whole = ggufs.write(tmp_path / "m.gguf", vocabulary=ggufs.byte_level_vocabulary()).read_bytes()
         path, rng, failed = tmp_path / "odd.gguf", np.random.default_rng(0), 0
         for at in rng.integers(4, 1500, 150):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x80]) + whole[at + 1 :])
@@ -302,13 +215,13 @@ class TestRefusals:
             writer.close()
             refused(path, "mamba", "llama", "qwen3")
         else:
-            refused(write(tmp_path / "m.gguf", fields=[field]), *words)
+            refused(ggufs.write(tmp_path / "m.gguf", fields=[field]), *words)
 
     def test_rope_factors_in_a_tensor(self, tmp_path):
-        refused(write(tmp_path / "m.gguf", extra=[("rope_freqs.weight", np.ones(8, np.float32))]), "llama3")
+        refused(ggufs.write(tmp_path / "m.gguf", extra=[("rope_freqs.weight", np.ones(8, np.float32))]), "llama3")
 
     def test_biases(self, tmp_path):
-        refused(write(tmp_path / "m.gguf", extra=[("blk.0.attn_q.bias", np.ones(64, np.float32))]), "bias")
+        refused(ggufs.write(tmp_path / "m.gguf", extra=[("blk.0.attn_q.bias", np.ones(64, np.float32))]), "bias")
 
     def test_a_missing_number(self, tmp_path):
         writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
@@ -319,7 +232,7 @@ class TestRefusals:
 
     def test_a_type_without_a_decoder(self, tmp_path):
         """Not every type of the format has one in the package."""
-        path = write(tmp_path / "m.gguf")
+        path = ggufs.write(tmp_path / "m.gguf")
         file = GGUF(path)
         name = "model.layers.0.self_attn.v_proj.weight"
         _, offset, _ = file._blocks[name]

@@ -11,10 +11,10 @@ import subprocess
 import sys
 
 import jax.numpy as jnp
+import laws
 import numpy as np
 import oracles
 import pytest
-import test_sampling as laws
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st

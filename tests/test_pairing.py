@@ -5,9 +5,9 @@ import json
 import os
 import pathlib
 
+import bpe
 import jax.numpy as jnp
 import pytest
-import test_tokenizer
 import tiny
 
 from jetspec_jax import speculate
@@ -20,14 +20,14 @@ HI = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def tok(tmp_path_factory):
-    return tokenizer.from_folder(test_tokenizer.make(tmp_path_factory.mktemp("tokenizer")))
+    return tokenizer.from_folder(bpe.make(tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.fixture(scope="module")
 def plain_tok(tmp_path_factory):
     """Its template knows no thinking."""
     template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-    return tokenizer.from_folder(test_tokenizer.make(tmp_path_factory.mktemp("tokenizer"), template))
+    return tokenizer.from_folder(bpe.make(tmp_path_factory.mktemp("tokenizer"), template))
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ import json
 import os
 import pathlib
 
+import bpe
 import pytest
-import test_tokenizer
 import tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -41,7 +41,7 @@ def refused(path, options=(), encode=None) -> str:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    tok = tokenizer.from_folder(test_tokenizer.make(tmp_path_factory.mktemp("tokenizer")))
+    tok = tokenizer.from_folder(bpe.make(tmp_path_factory.mktemp("tokenizer")))
 
     return dataclasses.replace(tiny.hash_target(300), _tokenizer=lambda: tok, source="the target")
 
@@ -120,10 +120,10 @@ class TestConversations:
         call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
         path = write(tmp_path, {"messages": [call]})
         assert ":1: messages: the chat template has no place for tool_calls" in refused(path, encode=target)
-        template = test_tokenizer.TEMPLATE.replace(
+        template = bpe.TEMPLATE.replace(
             "{{ m.content }}", "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
         )
-        folder = test_tokenizer.make(tmp_path / "t", template)
+        folder = bpe.make(tmp_path / "t", template)
         knowing = dataclasses.replace(target, _tokenizer=lambda: tokenizer.from_folder(folder))
         shown = knowing.tokenizer.decode(self.ids(tmp_path, knowing, call))
         assert '"name": "f"' in shown and "None" not in shown

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import laws
 import numpy as np
 import pytest
 import tiny
@@ -13,18 +14,7 @@ from jetspec_jax.config import ConfigError, SamplingConfig
 from jetspec_jax.layers import vocabulary
 from jetspec_jax.loop import choice
 from jetspec_jax.loop.decoder import Decoder
-from jetspec_jax.loop.plain import PLAIN
 from jetspec_jax.loop.processors import Past, Sampling
-
-VOCAB, DEPTH, DRAWS, BATCH = 8, 2, 200_000, 50_000
-LOADED = tiny.hash_target(VOCAB, seed=3, scale=1.0)
-ALONE = Decoder(LOADED.model, PLAIN, 8)
-TREE = tiny.loop(LOADED.model, tiny.TableDraft(DEPTH), 8, 8, "best_first", 3)
-CHAIN = tiny.loop(LOADED.model, tiny.TableDraft(DEPTH), 3, 8, "accum_logp", 1)
-PROMPT = 5
-
-
-noise_of = jax.jit(vocabulary.gumbel, static_argnums=2)
 
 
 @functools.partial(jax.jit, static_argnums=5)
@@ -53,7 +43,7 @@ def test_noise_belongs_to_seed_and_position_alone():
             position = first[b] + offsets[b][t]
             alone = choose(logits[b, t][None, None], [[0]], [position], [warm[b]], [seeds[b]], 1)
             assert whole[b, t] == alone[0, 0]
-            noise = noise_of(jnp.uint32(seeds[b]), jnp.int32(position), 50)
+            noise = laws.noise_of(jnp.uint32(seeds[b]), jnp.int32(position), 50)
             assert whole[b, t] == jnp.argmax(logits[b, t] / warm[b] + noise)
 
 
@@ -88,30 +78,14 @@ def test_possible_temperatures_are_taken(value):
     assert SamplingConfig(temperature=value).temperature == value
 
 
-def law(temperature: float) -> np.ndarray:
-    """Exact law [V, V, V] of the first three tokens."""
-    softmax = lambda logits: np.exp(np.asarray(jax.nn.log_softmax(logits / temperature), np.float64))
-    pairs = [[PROMPT, a, b] for a in range(VOCAB) for b in range(VOCAB)]
-    logits = tiny.path_logits(LOADED, pairs).reshape(VOCAB, VOCAB, 3, VOCAB)
-    first, second, third = softmax(logits[0, 0, 0]), softmax(logits[:, 0, 1]), softmax(logits[:, :, 2])
-    return first[:, None, None] * second[:, :, None] * third
-
-
-def draft_logits(kind: str) -> np.ndarray:
-    """good: the target's own marginals. bad: every token alike. adversarial: sure of what the target likes least."""
-    joint = law(1.0)
-    marginals = np.log(np.stack([joint.sum((0, 2)), joint.sum((0, 1))]))
-    return {"good": marginals, "bad": np.zeros_like(marginals), "adversarial": -20 * marginals}[kind]
-
-
 @functools.lru_cache(None)
 def draw(static: Decoder, temperature: float, kind: str | None) -> tuple[np.ndarray, float]:
     """Three new tokens [DRAWS, 3] of as many seeds, and the mean acceptance length of the first round."""
-    draft = None if kind is None else {"logits": jnp.asarray(draft_logits(kind), jnp.float32)}
-    params, out, accepted = {"target": LOADED.params, "draft": draft}, [], []
-    for start in range(0, DRAWS, BATCH):
-        seeds = np.arange(start, start + BATCH)
-        asked = tiny.request([[PROMPT]] * BATCH, 3, temperature=temperature, seed=seeds, slots=1)
+    draft = None if kind is None else {"logits": jnp.asarray(laws.draft_logits(kind), jnp.float32)}
+    params, out, accepted = {"target": laws.LOADED.params, "draft": draft}, [], []
+    for start in range(0, laws.DRAWS, laws.BATCH):
+        seeds = np.arange(start, start + laws.BATCH)
+        asked = tiny.request([[laws.PROMPT]] * laws.BATCH, 3, temperature=temperature, seed=seeds, slots=1)
         state = tiny.decode(static, params, asked)
         assert (state.length == 4).all()
         out.append(np.asarray(state.tokens[:, 1:4]))
@@ -119,34 +93,24 @@ def draw(static: Decoder, temperature: float, kind: str | None) -> tuple[np.ndar
     return np.concatenate(out), float(np.mean(accepted))
 
 
-def p_value(tokens: np.ndarray, wanted: np.ndarray) -> float:
-    """Chi-square of joint counts; cells that expect fewer than 5 are pooled, and those that are impossible left out."""
-    cells = np.ravel_multi_index(tokens.T, wanted.shape)
-    seen, expected = np.bincount(cells, minlength=wanted.size), wanted.ravel() * len(tokens)
-    small = expected < 5
-    pool = lambda x: np.append(x[~small], x[small].sum()) if wanted.ravel()[small].any() else x[~small]
-    seen, expected = pool(seen), pool(expected)
-    return stats.chisquare(seen, expected * seen.sum() / expected.sum()).pvalue
-
-
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_plain_law(temperature):
-    assert p_value(draw(ALONE, temperature, None)[0], law(temperature)) > 0.001
+    assert laws.p_value(draw(laws.ALONE, temperature, None)[0], laws.law(temperature)) > 0.001
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("kind", ["good", "bad", "adversarial"])
-@pytest.mark.parametrize("static", [TREE, CHAIN], ids=["tree", "chain"])
+@pytest.mark.parametrize("static", [laws.TREE, laws.CHAIN], ids=["tree", "chain"])
 def test_speculative_law(static, kind, temperature):
     """FC-12, FC-14: the joint law of three tokens, two of them from a tree, is the target's; so are the very tokens."""
     tokens, _ = draw(static, temperature, kind)
-    assert p_value(tokens, law(temperature)) > 0.001
-    assert (tokens == draw(ALONE, temperature, None)[0]).all(1).mean() > 0.9999  # rounding of the noise, at most
+    assert laws.p_value(tokens, laws.law(temperature)) > 0.001
+    assert (tokens == draw(laws.ALONE, temperature, None)[0]).all(1).mean() > 0.9999  # rounding of the noise, at most
 
 
 def test_acceptance_tells_the_drafters_apart():
     """Else the law above would be tested on trees that are never entered, or never left."""
-    means = {kind: draw(TREE, 1.0, kind)[1] for kind in ("good", "adversarial")}
+    means = {kind: draw(laws.TREE, 1.0, kind)[1] for kind in ("good", "adversarial")}
     assert means["good"] > 1.45 > 1.35 > means["adversarial"] > 1.0
 
 
@@ -164,7 +128,7 @@ def test_drafts_are_ranked_under_the_noise_of_the_choice():
 
     ranked, rows, deaf = foreseen(jnp.asarray(logits))
     for b, d in [(0, 0), (0, 1), (2, 0), (2, 1)]:
-        noise = noise_of(options.seed[b], first[b] + d, 50)
+        noise = laws.noise_of(options.seed[b], first[b] + d, 50)
         np.testing.assert_array_equal(rows[b, d], noise)
         wanted = 0.5 * (logits[b, d] / options.temperature[b] + choice.NOISE_SHARE * noise)
         np.testing.assert_allclose(ranked[b, d], wanted, rtol=1e-5, atol=1e-6)
@@ -175,50 +139,52 @@ def test_drafts_are_ranked_under_the_noise_of_the_choice():
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_the_noise_helps_a_good_draft(temperature):
     """The same tokens in fewer rounds."""
-    blind = tiny.loop(LOADED.model, tiny.TableDraft(DEPTH), 8, 8, "best_first", 3, 0.0)
-    (tokens, without), (same, helped) = draw(blind, temperature, "good"), draw(TREE, temperature, "good")
+    blind = tiny.loop(laws.LOADED.model, tiny.TableDraft(laws.DEPTH), 8, 8, "best_first", 3, 0.0)
+    (tokens, without), (same, helped) = draw(blind, temperature, "good"), draw(laws.TREE, temperature, "good")
     assert (tokens == same).all(1).mean() > 0.9999
     assert helped > without + 0.05
 
 
 def test_the_test_sees_a_wrong_law():
     """A temperature that is 2 % off, or a second token drawn without looking at the first."""
-    tokens, joint = draw(ALONE, 1.0, None)[0], law(1.0)
-    assert p_value(tokens, law(1.02)) < 0.001
+    tokens, joint = draw(laws.ALONE, 1.0, None)[0], laws.law(1.0)
+    assert laws.p_value(tokens, laws.law(1.02)) < 0.001
     blind = joint.sum((1, 2))[:, None, None] * joint.sum(0)[None]
-    assert p_value(tokens, blind) < 0.001
+    assert laws.p_value(tokens, blind) < 0.001
 
 
 def test_chain_does_not_take_the_argmax():
     """FC-14: 2000 seeds; the second token, given the first, is no constant."""
-    tokens = draw(CHAIN, 1.0, "good")[0][:2000]
-    joint = law(1.0).sum(2)
-    assert p_value(tokens[:, :2], joint) > 0.001
+    tokens = draw(laws.CHAIN, 1.0, "good")[0][:2000]
+    joint = laws.law(1.0).sum(2)
+    assert laws.p_value(tokens[:, :2], joint) > 0.001
     common = np.bincount(tokens[:, 0]).argmax()
     assert len(set(tokens[tokens[:, 0] == common, 1])) > 3
 
 
 def test_two_siblings_keep_the_targets_odds():
     """FC-17: target .6 and .4, draft .9 and .1, both siblings in the tree."""
-    odds = lambda a, b: jnp.log(jnp.array([a, b] + [1e-30] * (VOCAB - 2), jnp.float32))
-    target = LOADED.params | {"table": jnp.broadcast_to(odds(0.6, 0.4), LOADED.params["table"].shape)}
-    params = {"target": target, "draft": {"logits": jnp.stack([odds(0.9, 0.1)] * DEPTH)}}
-    asked = tiny.request([[PROMPT]] * BATCH, 3, temperature=1.0, seed=np.arange(BATCH), slots=1)
-    state = tiny.decode(TREE, params, asked)
+    odds = lambda a, b: jnp.log(jnp.array([a, b] + [1e-30] * (laws.VOCAB - 2), jnp.float32))
+    target = laws.LOADED.params | {"table": jnp.broadcast_to(odds(0.6, 0.4), laws.LOADED.params["table"].shape)}
+    params = {"target": target, "draft": {"logits": jnp.stack([odds(0.9, 0.1)] * laws.DEPTH)}}
+    asked = tiny.request([[laws.PROMPT]] * laws.BATCH, 3, temperature=1.0, seed=np.arange(laws.BATCH), slots=1)
+    state = tiny.decode(laws.TREE, params, asked)
     for i in (1, 2, 3):
-        assert stats.binomtest(int((state.tokens[:, i] == 0).sum()), BATCH, 0.6).pvalue > 0.001
+        assert stats.binomtest(int((state.tokens[:, i] == 0).sum()), laws.BATCH, 0.6).pvalue > 0.001
     assert float(state.accept_lengths[:, 0].mean()) > 2  # the siblings were there to be taken
 
 
 def test_seed_repeats_and_seeds_differ():
     """FC-15: the same seed gives the same ids among any mates; fifty seeds give several outputs."""
-    params = {"target": LOADED.params, "draft": {"logits": jnp.asarray(draft_logits("good"), jnp.float32)}}
+    params = {"target": laws.LOADED.params, "draft": {"logits": jnp.asarray(laws.draft_logits("good"), jnp.float32)}}
     seeds = np.arange(1, 51)
     run = lambda seeds, prompts, warm: tiny.outputs(
-        tiny.decode(TREE, params, tiny.request(prompts, 4, temperature=warm, seed=seeds, slots=1))
+        tiny.decode(laws.TREE, params, tiny.request(prompts, 4, temperature=warm, seed=seeds, slots=1))
     )
-    one = run(seeds, [[PROMPT]] * 50, 1.0)
-    assert one == run(seeds, [[PROMPT]] * 50, 1.0)
+    one = run(seeds, [[laws.PROMPT]] * 50, 1.0)
+    assert one == run(seeds, [[laws.PROMPT]] * 50, 1.0)
     assert len({tuple(x) for x in one}) > 25
-    mates = run(np.where(seeds % 2, seeds, 999), [[PROMPT if s % 2 else 1] for s in seeds], np.where(seeds % 2, 1.0, 0))
+    mates = run(
+        np.where(seeds % 2, seeds, 999), [[laws.PROMPT if s % 2 else 1] for s in seeds], np.where(seeds % 2, 1.0, 0)
+    )
     assert mates[::2] == one[::2] and mates[1::2] != one[1::2]

@@ -2,62 +2,26 @@
 
 import json
 import os
-import pathlib
 import sys
 import threading
 
+import bpe
 import pytest
 import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers
 
 from jetspec_jax.config import ConfigError
 from jetspec_jax.files import tokenizer
 
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('no ' + m.role) }}"
-    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
-CORPUS = [
-    "the quick brown fox jumps over the lazy dog",
-    "def add(a, b):\n    return a + b",
-    "你好世界你好",
-    "été déjà vu",
-]
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SAMPLE = "Hello 👩‍👩‍👧‍👦 世界 e\u0301 नमस्ते \U0001f3f4\U000e0067\u0000\n\ttabs   spaces \ufeff é"
 BROKEN = "\ufffd"
 
 
-def make(folder: pathlib.Path, template: str | None = TEMPLATE) -> pathlib.Path:
-    """A byte-level BPE tokenizer of some 300 tokens: most characters beyond ASCII are several tokens."""
-    inner = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
-    )
-    inner.train_from_iterator(CORPUS, trainer)
-    folder.mkdir(exist_ok=True)
-    inner.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "clean_up_tokenization_spaces": True,
-    }
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(config | ({"chat_template": template} if template else {}))
-    )
-    return folder
-
-
 @pytest.fixture(scope="module")
 def tok(tmp_path_factory) -> tokenizer.Tokenizer:
-    return tokenizer.from_folder(make(tmp_path_factory.mktemp("tokenizer")))
+    return tokenizer.from_folder(bpe.make(tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.fixture(scope="module")
@@ -115,15 +79,15 @@ class TestEncode:
     def test_the_switch_for_thinking_is_known_from_the_template(self, tok, tmp_path):
         assert tok.knows_thinking
         assert not tokenizer.from_folder(
-            make(tmp_path / "a", TEMPLATE.replace("enable_thinking", "deep"))
+            bpe.make(tmp_path / "a", bpe.TEMPLATE.replace("enable_thinking", "deep"))
         ).knows_thinking
-        assert not tokenizer.from_folder(make(tmp_path / "b", None)).knows_thinking
+        assert not tokenizer.from_folder(bpe.make(tmp_path / "b", None)).knows_thinking
 
     def test_a_begin_token_that_the_tokenizer_adds(self, tmp_path):
         """As Llama's: added to raw text, not to rendered text, and not twice."""
         from tokenizers import processors
 
-        folder = make(tmp_path / "t")
+        folder = bpe.make(tmp_path / "t")
         inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         inner.post_processor = processors.TemplateProcessing(
             single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
@@ -163,7 +127,7 @@ class TestEncode:
         """In any thread, and tracing is as it was before."""
         monkeypatch.setattr(tokenizer, "RENDER_SECONDS", 0.2)
         monkeypatch.setattr(tokenizer, "MOST_WRITTEN", 1000)
-        tok, said = tokenizer.from_folder(make(tmp_path / "t", template)), []
+        tok, said = tokenizer.from_folder(bpe.make(tmp_path / "t", template)), []
 
         def render():
             with pytest.raises(ConfigError) as error:
@@ -179,7 +143,7 @@ class TestEncode:
         assert sys.gettrace() is before
 
     def test_no_template(self, tmp_path):
-        assert not tokenizer.from_folder(make(tmp_path / "t", None)).has_chat_template
+        assert not tokenizer.from_folder(bpe.make(tmp_path / "t", None)).has_chat_template
 
     def test_no_tokenizer(self, tmp_path):
         (tmp_path / "config.json").write_text("{}")
@@ -187,7 +151,7 @@ class TestEncode:
 
     @pytest.mark.parametrize("content", ["{", "", "[]", '{"model": {"type": "Martian"}}'])
     def test_a_broken_tokenizer_is_one_line(self, tmp_path, content):
-        make(tmp_path / "t")
+        bpe.make(tmp_path / "t")
         (tmp_path / "t" / "tokenizer.json").write_text(content)
         with pytest.raises(ConfigError, match=r"tokenizer cannot be read|tokenizer.json: (not JSON|a JSON)") as error:
             tokenizer.from_folder(tmp_path / "t")
@@ -196,7 +160,7 @@ class TestEncode:
     @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"])
     @pytest.mark.parametrize("content", ["{", "", "[]", "NaN", '{"a":' * 10**5])
     def test_the_file_that_is_broken_is_named(self, tmp_path, name, content):
-        make(tmp_path / "t")
+        bpe.make(tmp_path / "t")
         (tmp_path / "t" / name).write_text(content)
         with pytest.raises(ConfigError, match=f"{name}: ") as error:
             tokenizer.from_folder(tmp_path / "t")
@@ -205,7 +169,7 @@ class TestEncode:
     @pytest.mark.parametrize("name", ["chat_template.jinja", "vocab.txt", "additional_chat_templates/x.jinja"])
     @pytest.mark.parametrize("kind", ["device", "pipe", "long"])
     def test_files_that_never_end_are_not_handed_on(self, tmp_path, name, kind, monkeypatch):
-        path = make(tmp_path / "t") / name
+        path = bpe.make(tmp_path / "t") / name
         path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)
         monkeypatch.setattr(tokenizer.text, "MOST", 10**6)
@@ -237,7 +201,7 @@ class TestEncode:
         assert tokenizer.end_tokens_of_folder(tmp_path) == ()
 
     def test_code_in_the_folder_is_not_run(self, tmp_path):
-        folder = make(tmp_path / "t")
+        folder = bpe.make(tmp_path / "t")
         marker = tmp_path / "ran"
         (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass T: pass\n")
         config = json.loads((folder / "tokenizer_config.json").read_text())
