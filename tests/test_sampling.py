@@ -98,8 +98,15 @@ def test_plain_law(temperature):
     assert laws.p_value(draw(laws.ALONE, temperature, None)[0], laws.law(temperature)) > 0.001
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("kind", ["good", "bad", "adversarial"])
+def _cases():
+    """Every draft at temperature 1, the good one at all; the rest is slow."""
+    for kind in ("good", "bad", "adversarial"):
+        for temperature in (0.5, 1.0, 2.0):
+            seldom = pytest.mark.slow if kind != "good" and temperature != 1 else ()
+            yield pytest.param(kind, temperature, marks=seldom)
+
+
+@pytest.mark.parametrize(("kind", "temperature"), _cases())
 @pytest.mark.parametrize("static", [laws.TREE, laws.CHAIN], ids=["tree", "chain"])
 def test_speculative_law(static, kind, temperature):
     """FC-12, FC-14: the joint law of three tokens, two of them from a tree, is the target's; so are the very tokens."""
