@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from jetspec_jax.fields import ConfigError, Fields, shown
 from jetspec_jax.layers.rope_scaling import RopeScaling
@@ -75,7 +75,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
 
     def __post_init__(self):
-        _check_heads(self)
+        check_heads(self)
 
     @property
     def context_length(self) -> int:
@@ -100,6 +100,41 @@ class ModelConfig:
             moe=_moe(fields) if fields.text("model_type") == "qwen3_moe" else None,
             eos_token_ids=fields.ids("eos_token_id", sizes["vocab_size"]),
         )
+
+
+@runtime_checkable
+class Sizes(Protocol):
+    """What `models.layer.Layer` reads of the configuration of a target or a head."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def intermediate_size(self) -> int: ...
+
+    @property
+    def norm_eps(self) -> float: ...
+
+    @property
+    def rope_theta(self) -> float: ...
+
+    @property
+    def qk_norm(self) -> bool: ...
+
+    @property
+    def moe(self) -> MoEConfig | None: ...
+
+    @property
+    def rope_scaling(self) -> RopeScaling | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,21 +163,12 @@ class HeadConfig:
     qk_norm = True
 
     def __post_init__(self):
-        _check_heads(self)
+        check_heads(self)
         if not 2 <= self.block_size <= MOST_BLOCK:
             raise ConfigError(
                 f"block_size={self.block_size}: a block is one anchor and at least one drafted slot, 2..{MOST_BLOCK}"
             )
-        if not self.tap_layers:
-            raise ConfigError("target_layer_ids=[]: a head needs at least one tapped layer of the target")
-        if len(set(self.tap_layers)) != len(self.tap_layers):
-            raise ConfigError(f"target_layer_ids={list(self.tap_layers)}: a layer is listed twice")
-        for tap in self.tap_layers:
-            if not 0 <= tap < self.num_target_layers:
-                raise ConfigError(
-                    f"target_layer_ids={list(self.tap_layers)}: {tap} is not a layer of the target; "
-                    f"ids are 0-based, 0..{self.num_target_layers - 1}, and name the output of that layer"
-                )
+        check_taps(self.tap_layers, self.num_target_layers)
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ConfigError(f"mask_token_id={self.mask_token_id}: give an embedding row in 0..{self.vocab_size - 1}")
 
@@ -150,6 +176,11 @@ class HeadConfig:
     def depth(self) -> int:
         """Positions drafted a round: the block without its anchor."""
         return self.block_size - 1
+
+    @property
+    def usual_taps(self) -> tuple[int, ...]:
+        """Tapped layers of published heads with this target."""
+        return default_taps(self.num_target_layers, len(self.tap_layers))
 
     def differing(self, target: ModelConfig) -> list[tuple[str, int, int]]:
         """Returns the sizes that differ from this target's and must not: name, the head's, the target's."""
@@ -253,7 +284,22 @@ def _whole_heads(fields: Fields) -> None:
         raise fields.wrong("partial_rotary_factor", "not supported; RoPE turns whole heads")
 
 
-def _check_heads(c: ModelConfig | HeadConfig) -> None:
+def check_taps(taps: tuple[int, ...], layers: int) -> None:
+    """Raises ConfigError where a head reads no layer, one twice, or one that a target of so many layers lacks."""
+    if not taps:
+        raise ConfigError("target_layer_ids=[]: a head needs at least one tapped layer of the target")
+    if len(set(taps)) != len(taps):
+        raise ConfigError(f"target_layer_ids={list(taps)}: a layer is listed twice")
+    for tap in taps:
+        if not 0 <= tap < layers:
+            raise ConfigError(
+                f"target_layer_ids={list(taps)}: {tap} is not a layer of the target; ids are 0-based, 0..{layers - 1}, "
+                "and name the output of that layer"
+            )
+
+
+def check_heads(c: Any) -> None:
+    """Raises ConfigError where a configuration's attention heads cannot be."""
     if c.num_heads % c.num_kv_heads:
         raise ConfigError(
             f"num_attention_heads={c.num_heads} must be a multiple of num_key_value_heads={c.num_kv_heads}"

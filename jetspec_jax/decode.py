@@ -33,8 +33,8 @@ LINE = command.Line(
         command.HEAD,
         Option(
             "method", "choice",
-            f"{'; '.join(f'{name}: {method.help}' for name, method in METHODS.items())}. Default: the head's family "
-            "(jetspec or dflash; jetspec where --budget, --width or --tree ask for a tree).",
+            f"{'; '.join(f'{name}: {method.help}' for name, method in METHODS.items())}. Default: the head's family; "
+            "jetspec where --budget, --width or --tree ask a bidirectional head for a tree.",
             choices=tuple(METHODS),
         ),
         Option("prompt", "text", "Prompt text."),
@@ -179,8 +179,8 @@ def _load(args: command.Args, tree: TreeConfig, asked: bool) -> Run:
     _say(f"loading {args.target or 'the demo target'}")
     target = load.load_target(path, args.dtype, args.backend)
     if args.method and not METHODS[args.method].head:
-        family = METHODS[args.method].family
-        return Run(args, target, load.load_drafter(family, target) if family else None, tree, args.method)
+        drafter = METHODS[args.method].drafter
+        return Run(args, target, load.load_drafter(drafter, target) if drafter else None, tree, args.method)
     head = load.load_head(args.head or demo.head_folder(), target)
     name = args.method or methods.usual(head, asked or bool({"budget", "width", "tree"} & args.given))
     return Run(args, target, head, methods.tree(name, tree, head), name)

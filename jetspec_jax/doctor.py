@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from jetspec_jax import command, speculate
-from jetspec_jax.config import ConfigError, HeadConfig, SamplingConfig, TreeConfig, default_taps
+from jetspec_jax.config import ConfigError, HeadConfig, SamplingConfig, TreeConfig
 from jetspec_jax.drafts import families
 from jetspec_jax.evals import probe
 from jetspec_jax.fields import Option
@@ -53,7 +53,7 @@ class Finding:
     detail: str
 
 
-def compare(target, config: HeadConfig, metadata: dict[str, Any]) -> list[Finding]:
+def compare(target, config: Any, metadata: dict[str, Any]) -> list[Finding]:
     """Compares what the configurations and jetspec.json say about each other; computes nothing."""
     found: list[Finding] = []
     say = lambda check, status, detail: found.append(Finding(check, status, detail))
@@ -64,12 +64,13 @@ def compare(target, config: HeadConfig, metadata: dict[str, Any]) -> list[Findin
         say(
             "sizes", "ok", f"hidden {config.hidden_size}, {config.num_target_layers} layers, {config.vocab_size} tokens"
         )
-    taps, usual = config.tap_layers, default_taps(config.num_target_layers, len(config.tap_layers))
+    taps, usual = config.tap_layers, config.usual_taps
     why = "" if taps == tuple(sorted(taps)) else "; not in ascending order"
     why += "" if sorted(taps) == sorted(usual) else f"; the usual formula gives {list(usual)}"
     say("taps", "note" if why else "ok", f"outputs of layers {list(taps)}{why}")
-    say("mask id", *_mask(target, config))
-    say("block", "ok", f"{'causal' if config.causal else 'bidirectional'}, {config.block_size} slots")
+    if isinstance(config, HeadConfig):
+        say("mask id", *_mask(target, config))
+        say("block", "ok", f"{'causal' if config.causal else 'bidirectional'}, {config.block_size} slots")
     ropes = [(c.rope_theta, c.rope_scaling) for c in (config, target.config)]
     same = ropes[0] == ropes[1]
     head, own = (f"theta {t:g}, {s.kind if s else 'unscaled'}" for t, s in ropes)
@@ -124,7 +125,7 @@ def measure(
     figures = {"acceptance_length": length, "rounds": rounds, "budget": BUDGET}
     findings = []
     found = probe.texts(target, prompts, [r.token_ids for r in results], head.draft.depth)
-    if found is not None:
+    if found is not None and isinstance(head.config, HeadConfig):
         findings = _others(target, head, found, figures)
     if rounds < 8:
         findings.append(Finding("acceptance", "note", f"only {rounds} rounds: the answers are too short to tell"))
@@ -175,6 +176,8 @@ def _unexplained(target, head) -> str:
     stored = head.metadata.get("target_fingerprint")
     if stored not in (None, target.fingerprint):
         return "likely cause: trained for another target (the fingerprints differ)"
+    if not isinstance(head.config, HeadConfig):
+        return "likely cause: trained for another target of these sizes, or on other tapped layers"
     return (
         "no other taps, mask id, block mask or RoPE drafts better; likely cause: trained for another target of these "
         "sizes (base or instruct, another release), on other text, or not enough"
@@ -209,7 +212,7 @@ def examine(
         raw = files_text.read_json(where)
         family = families.of_config(raw, str(where))
         assert family.config is not None  # it has files
-        config = family.config(raw, str(where), warnings.append)
+        config = family.config(raw, str(where), warnings.append, target.config)
         meta = path / checkpoint.HEAD_META
         findings += compare(target, config, files_text.read_json(meta) if meta.is_file() else {})
         findings += [Finding("config", "note", line) for line in warnings]

@@ -12,17 +12,20 @@ from jetspec_jax.options import MAX_BUDGET, ConfigError, TreeConfig
 class Method(NamedTuple):
     """A drafter and its tree, as `--method` names them.
 
-    head: whether it drafts with a head. causal: the block that the head must have, None for either. tree: the tree
-    that it draws, out of what the options say. refused: options that contradict it. family: of the drafter, where it
-    needs no head.
+    families: of the heads that it drafts with; none where it needs no head. tree: the tree that it draws, out of what
+    the options say. refused: options that contradict it. drafter: the family without files that drafts.
     """
 
     help: str
-    head: bool
-    causal: bool | None
+    families: tuple[str, ...]
     tree: Callable[[TreeConfig, Any], TreeConfig]
     refused: tuple[str, ...]
-    family: str | None = None
+    drafter: str | None = None
+
+    @property
+    def head(self) -> bool:
+        """Whether it drafts with a head."""
+        return bool(self.families)
 
 
 def _given(tree: TreeConfig, head) -> TreeConfig:
@@ -41,27 +44,28 @@ def _exact(tree: TreeConfig, head) -> TreeConfig:
 NO_DRAFT = ("head", "budget", "width", "depth", "tree", "sharpness", "trace", "show_tree", "tree_svg", "compare")
 LOOKED_UP = ("head", "width", "tree", "sharpness")
 METHODS = {
-    "jetspec": Method("a tree from a head's block", True, None, _given, ()),
-    "dflash": Method("the chain of a bidirectional head", True, False, _chain, ("budget", "width", "tree")),
-    "ddtree": Method("the most probable tree of a bidirectional head", True, False, _exact, ("width", "tree")),
-    "ngram": Method("what followed the last tokens before, without a head", False, None, _given, LOOKED_UP, "ngram"),
-    "autoregressive": Method("no draft", False, None, _given, NO_DRAFT),
+    "jetspec": Method("a tree from a head's block", ("jetspec", "dflash"), _given, ()),
+    "dflash": Method("the chain of a bidirectional head", ("dflash",), _chain, ("budget", "width", "tree")),
+    "ddtree": Method("the most probable tree of a bidirectional head", ("dflash",), _exact, ("width", "tree")),
+    "eagle3": Method("the dynamic tree of an EAGLE-3 head", ("eagle3",), _given, ("tree",)),
+    "ngram": Method("what followed the last tokens before, without a head", (), _given, LOOKED_UP, "ngram"),
+    "autoregressive": Method("no draft", (), _given, NO_DRAFT),
 }
 
 
 def usual(head, wants_tree: bool) -> str:
-    """Returns the method of a head where none is given: its family, or jetspec where options ask for a tree."""
-    return "jetspec" if head.config.causal or wants_tree else "dflash"
+    """Returns the method of a head where none is given: its family, or jetspec where options ask a block for a tree."""
+    return "jetspec" if wants_tree and head.family in METHODS["jetspec"].families else head.family
 
 
 def tree(name: str, given: TreeConfig, head) -> TreeConfig:
     """Returns the tree that a method draws with a head.
 
     Raises:
-      ConfigError: the head's block is not what the method needs.
+      ConfigError: the head's family is none that the method drafts with.
     """
     method = METHODS[name]
-    if method.causal not in (None, head.config.causal):
-        block = "causal" if head.config.causal else "bidirectional"
-        raise ConfigError(f"method={name}: {head.source} is a {block} head; use --method jetspec")
+    if head.family not in method.families:
+        fitting = " or ".join(other for other, row in METHODS.items() if head.family in row.families)
+        raise ConfigError(f"method={name}: the family of {head.source} is {head.family}; use --method {fitting}")
     return method.tree(given, head)

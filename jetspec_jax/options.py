@@ -72,11 +72,6 @@ class TreeConfig:
     def __post_init__(self):
         _check_table(self)
 
-    @property
-    def candidates(self) -> int:
-        """`width`, or its builder's default."""
-        return self.width or (64 if self.builder == "best_first" else 7)
-
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:

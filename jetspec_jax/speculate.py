@@ -211,14 +211,15 @@ def _draft(head, tree: TreeConfig, nodes: int):
         )
     if nodes == 1:
         return PLAIN
-    rule = Rule(nodes, tree.builder, tree.candidates, float(tree.sharpness))
+    rule = Rule(nodes, tree.builder, tree.width or 0, float(tree.sharpness))
     return head.draft.shaped(rule, min(tree.depth or head.draft.depth, nodes - 1))
 
 
 def _said(tree: TreeConfig, draft) -> dict[str, Any]:
     """Returns what results say of the tree."""
+    rule = getattr(draft, "rule", None)
     return {
         "tree": tree.builder,
-        "width": min(tree.candidates, max(draft.nodes - 1, 1)),
+        "width": max(min(rule.candidates if rule else draft.nodes, draft.nodes - 1), 1),
         "sharpness": 0.0 if draft is PLAIN else float(tree.sharpness),
     }

@@ -175,3 +175,50 @@ def softmax(scores) -> np.ndarray:
     """Of one row, in f64."""
     weight = np.exp(scores - scores.max())
     return weight / weight.sum()
+
+
+def eagle2(children, nodes: int, depth: int, frontier: int) -> list[tuple[tuple[int, ...], float]]:
+    """EAGLE-2's dynamic tree: (path, score) of its nodes but the root, best first.
+
+    children: of a path, [(token, log-probability), ...] best first.
+    """
+    expanded, everything = [((), 0.0)], []
+    for _ in range(depth):
+        level = [((*path, t), score + p) for path, score in expanded for t, p in children(path)]
+        level.sort(key=lambda node: -node[1])  # stable: the first of equals stays first
+        everything += level
+        expanded = level[:frontier]
+    everything.sort(key=lambda node: -node[1])
+    return [node for node in everything[: nodes - 1] if node[1] > -np.inf]
+
+
+def eagle3_logp(loaded, features, embedded, path) -> np.ndarray:
+    """Log-probabilities [V] that an EAGLE-3 head gives after a path, all rows computed anew in f64.
+
+    features: [C, F] tapped features of positions 0..C-1. embedded: of tokens 1..C, then of the path's, [C + n, E].
+    """
+    config, params = loaded.config, loaded.params
+    p = lambda tree, name: np.asarray(tree[name], np.float64)
+    layer, eps = params["layer"], config.norm_eps
+    fused = p(layer, "qkv")
+    wq, wk, wv = (w.reshape(len(fused), -1) for w in (fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]))
+    split = lambda x: x.reshape(len(x), -1, config.head_dim)
+    rows = list(np.asarray(features, np.float64) @ p(params, "fc"))
+    for _ in range(len(path) + 1):
+        g = np.stack(rows)
+        count = len(g)
+        x = np.concatenate([
+            rms_norm(np.asarray(embedded[:count], np.float64), p(layer, "input_norm"), eps),
+            rms_norm(g, p(layer, "hidden_norm"), eps),
+        ], 1)  # fmt: skip
+        q, k = (rope(split(x @ w), np.arange(count), config.rope_theta) for w in (wq, wk))
+        seen = np.tril(np.ones((count, count), bool))
+        attended = attention(q, k.swapaxes(0, 1), split(x @ wv).swapaxes(0, 1), seen)[-1]
+        h = g[-1] + attended.reshape(-1) @ p(layer, "out")
+        gate, up = (rms_norm(h, p(layer, "post_norm"), eps) @ p(layer, "gate_up")[:, i] for i in range(2))
+        h = h + (silu(gate) * up) @ p(layer, "down")
+        rows.append(h)
+    own = rms_norm(rows[-1], p(params, "norm"), eps) @ p(params, "lm_head").T
+    logits = np.full(config.vocab_size, -np.inf)
+    logits[np.arange(len(own)) + (np.asarray(params["d2t"]) if config.reduced else 0)] = own
+    return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())

@@ -280,7 +280,7 @@ class TestHeadsOfOthers:
             ({"architectures": ["DominoDraftModel"]}, BLOCK, "Domino"),
             ({"architectures": ["DFlash2DraftModel"]}, BLOCK, "DFlash 2"),
             ({}, BLOCK | {"conv_group_size": 16, "conv_kernel_size": 2, "selector_rank": 256}, "DFlash 2"),
-            ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, None, "EAGLE"),
+            ({"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama"}, None, "EAGLE"),
             ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, BLOCK, "EAGLE"),
             ({"draft_vocab_size": 32}, BLOCK, "a reduced draft vocabulary"),
             ({}, BLOCK | {"draft_vocab_size": 32}, "a reduced draft vocabulary"),
@@ -300,9 +300,10 @@ class TestHeadsOfOthers:
          ("midlayer.hidden_norm.weight", "EAGLE"), ("hidden_dim_adapter.proj.weight", "an adapter")],
     )  # fmt: skip
     def test_by_tensors(self, tensor, name):
-        line = one_line(families.refuse_foreign_tensors, ["fc.weight", tensor], "h")
+        ours = families.named("jetspec")
+        line = one_line(families.refuse_foreign_tensors, ours, ["fc.weight", tensor], "h")
         assert name in line and tensor in line
-        families.refuse_foreign_tensors(["fc.weight", "layers.0.mlp.up_proj.weight", "markov.weight"], "h")
+        families.refuse_foreign_tensors(ours, ["fc.weight", "layers.0.mlp.up_proj.weight", "markov.weight"], "h")
 
     def test_unknown_keys_are_refused_unless_they_are_off(self):
         for value in (None, False, 0, 0.0, "", [], {}):

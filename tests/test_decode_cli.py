@@ -167,7 +167,7 @@ def test_dflash_is_the_chain_of_a_bidirectional_head(capsys):
     assert json.loads(out)["token_ids"] == case["chain"]["token_ids"]
     status, _, err = run(capsys, *pair(), *common)
     assert status == 1
-    assert "causal head" in err
+    assert "is jetspec; use --method jetspec" in err
 
 
 def test_prompt_ids_are_printed_and_chunks_change_nothing(capsys):

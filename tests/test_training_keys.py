@@ -20,6 +20,7 @@ from jetspec_jax.files import load
 from jetspec_jax.training import export, features, loop, pipeline, regenerate, settings, step
 from jetspec_jax.training import recipe as recipes
 from jetspec_jax.training.data import answers, own_prompts, packing, pool
+from jetspec_jax.training.data import talks as talks_of_target
 from jetspec_jax.training.losses import Mix
 from jetspec_jax.training.objectives import block as learns
 
@@ -46,6 +47,7 @@ PROOFS = {
     "code_prompts": Proof(5, "pool", POOL),
     "code_per_package": Proof(5, "pool", POOL),
     "chat_prompts": Proof(5, "pool", POOL),
+    "documents": Proof(5, "pool", POOL),
     "own_prompts": Proof(3, "own", {"own_prompts": 2}),
     "own_temperature": Proof(0.5, "own", {"own_prompts": 2}),
     "max_prompts": Proof(3, "asked"),
@@ -54,6 +56,7 @@ PROOFS = {
     "max_new_tokens": Proof(9, "answered"),
     "samples": Proof(2, "answered"),
     "temperature": Proof(0.3, "answered"),
+    "dialogues": Proof(3, "held", {"sequence_length": 128, "dialogues": 2}),
     "answer_batch": Proof(3, "answered"),
     "save_batches": Proof(3, "answered"),
     "answer_head": Proof("HEAD", "answered"),
@@ -147,6 +150,7 @@ def handed(tmp_path, monkeypatch):
     monkeypatch.setattr(pool, "build", lambda *given: put("pool", *given) or (talks, {}))
     monkeypatch.setattr(pool, "Forbidden", lambda folder: types.SimpleNamespace(matches=None, digest=folder.name))
     monkeypatch.setattr(own_prompts, "write", lambda target, *given: put("own", *given[:4]) or talks[:2])
+    monkeypatch.setattr(talks_of_target, "write", lambda target, firsts, *given: put("held", firsts, given[1]) or True)
     real_ask = regenerate.ask
 
     def ask(target, rows, longest, thinking):

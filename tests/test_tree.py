@@ -239,3 +239,44 @@ def test_top_k_of_a_long_axis_is_that_of_one_sort(vocab, k):
     wanted, order = jax.lax.top_k(x, k)
     np.testing.assert_array_equal(value, wanted)
     np.testing.assert_array_equal(token, order)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _levels(nodes, depth, frontier, table):
+    """A level's candidates hang on the parent's token alone: `table` [V, W, 2] has tokens and log-probabilities."""
+
+    def children(level, at, carry):
+        return table[at.token, :, 0].astype(jnp.int32), table[at.token, :, 1], carry
+
+    anchor = jnp.zeros(1, jnp.int32)
+    return tree.cut(tree.levels(children, None, anchor, nodes, depth, frontier), anchor, jnp.array([nodes]))
+
+
+@pytest.mark.parametrize("nodes, depth, frontier, width", [(2, 3, 1, 2), (9, 3, 2, 3), (16, 4, 15, 4), (40, 2, 4, 3)])
+@given(data=st.data())
+def test_levels_are_eagle2s_tree(nodes, depth, frontier, width, data):
+    """Ties, impossible and broken candidates included; with a frontier of T - 1 these are the most probable paths."""
+    vocab = 5
+    logp = [data.draw(st.lists(st.sampled_from([0, -1, -1, -2, -9, -np.inf, np.nan]), min_size=width, max_size=width))
+            for _ in range(vocab)]  # fmt: skip
+    logp = -np.sort(-np.array(logp, np.float32), axis=1)
+    token = np.stack([data.draw(st.permutations(range(vocab))) for _ in range(vocab)])[:, :width]
+    got = jax.device_get(_levels(nodes, depth, frontier, jnp.stack([token, logp], -1)))
+    clean = np.where(np.isnan(logp), -np.inf, logp)
+
+    def children(path):
+        last = path[-1] if path else 0
+        return [(int(t), float(p)) for t, p in zip(token[last], clean[last], strict=True)]
+
+    wanted = oracles.eagle2(children, nodes, depth, frontier)
+    paths = [()]
+    for t, parent, _ in tuple(zip(*(x[0].tolist() for x in got[:3]), strict=True))[1 : int(got.size[0])]:
+        paths.append((*paths[parent], t))
+    assert paths[1:] == [path for path, _ in wanted]
+    check_padding(got, 0)
+    if frontier == nodes - 1:
+        every = [((), 0.0)]
+        for _ in range(depth):
+            every = list(dict(every + [((*p, t), s + q) for p, s in every for t, q in children(p)]).items())
+        best = sorted((s for p, s in every if p), reverse=True)[: nodes - 1]
+        assert [s for _, s in wanted] == [s for s in best if s > -np.inf]

@@ -18,6 +18,8 @@ import numpy as np
 from jetspec_jax.backends.xla import PLAIN_XLA, XLA
 from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
 from jetspec_jax.drafts import block as blocks
+from jetspec_jax.drafts import eagle3 as eagles
+from jetspec_jax.drafts import eagle3_files
 from jetspec_jax.engine.geometry import Geometry
 from jetspec_jax.files import pair
 from jetspec_jax.files.pair import LoadedTarget
@@ -124,6 +126,22 @@ def head(causal: bool, seed: int = 1, block: int = 5) -> LoadedHead:
     config = head_config(causal, block)
     draft, shapes = blocks.build(config, jnp.float32)
     return LoadedHead(draft, random_like(shapes, seed), config)
+
+
+@functools.lru_cache(None)
+def eagle3(seed: int = 1, draft_vocab: int = 29, depth: int = 4) -> LoadedHead:
+    """A random EAGLE-3 head for the tiny targets, which drafts every token but some."""
+    config = eagle3_files.Eagle3Config(
+        vocab_size=VOCAB, draft_vocab_size=draft_vocab, hidden_size=16, num_heads=6, num_kv_heads=2, head_dim=6,
+        intermediate_size=20, norm_eps=1e-6, rope_theta=1e3, max_positions=512, num_target_layers=2, tap_layers=TAPS,
+        depth=depth,
+    )  # fmt: skip
+    draft, shapes = eagles.build(config, jnp.float32)
+    params = random_like(shapes, seed)
+    if config.reduced:
+        ids = np.sort(np.random.default_rng(seed).permutation(VOCAB)[:draft_vocab])
+        params["d2t"] = jnp.asarray(ids - np.arange(draft_vocab), jnp.int32)
+    return dataclasses.replace(LoadedHead(draft, params, config), family="eagle3")
 
 
 def Loaded(model, params, config, dtype="float32", tokenizer=None) -> LoadedTarget:

@@ -11,6 +11,7 @@ from jetspec_jax.config import (
     MOST_SIZE,
     MOST_TOKENS,
     HeadConfig,
+    ModelConfig,
     default_taps,
     named,
     refuse_unsupported,
@@ -64,7 +65,10 @@ def reads(causal: bool, raw: Mapping[str, Any]) -> bool:
 
 
 def config(
-    raw: Mapping[str, Any], where: str = "config.json", warn: Callable[[str], None] = lambda line: None
+    raw: Mapping[str, Any],
+    where: str = "config.json",
+    warn: Callable[[str], None] = lambda line: None,
+    target: ModelConfig | None = None,
 ) -> HeadConfig:
     """Returns what the published head format says; both names of the table and of the causal flag are understood.
 
@@ -83,8 +87,8 @@ def config(
     block = fields.table(given[0])
     refuse_unsupported(fields)
     twice = {key for key in READ_INSIDE if key in block.raw and fields.raw.get(key) == block.raw[key]}
-    _refuse_unknown(fields, READ | twice)
-    _refuse_unknown(block, READ_INSIDE)
+    refuse_unknown(fields, READ | twice)
+    refuse_unknown(block, READ_INSIDE)
     sizes = stack(fields)
     width = block.whole("target_hidden_size", 1, MOST_SIZE, sizes["hidden_size"])
     if width != sizes["hidden_size"]:
@@ -129,7 +133,7 @@ def _causal(block: Fields, warn: Callable[[str], None]) -> bool:
     return next(iter(flags.values()), False)
 
 
-def _refuse_unknown(fields: Fields, known: set[str]) -> None:
+def refuse_unknown(fields: Fields, known: set[str]) -> None:
     """What is off, null or empty cannot change anything, whatever it is called."""
     for key, value in fields.raw.items():
         if fields.off(key) or key in known or key in HARMLESS or (key in NEUTRAL and value == NEUTRAL[key]):

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from jetspec_jax.drafts import block, block_files, ngram, synthetic
+from jetspec_jax.drafts import block, block_files, eagle3, eagle3_files, ngram, synthetic
 from jetspec_jax.fields import ConfigError, Fields
 from jetspec_jax.loop.contracts import Draft
 
@@ -17,9 +17,12 @@ from jetspec_jax.loop.contracts import Draft
 class Family(NamedTuple):
     """What the package knows of a family; None where it has no files, or cannot be trained.
 
-    name: as jetspec.json says it. reads: whether a `config.json` is one of this family. config: its configuration, of
-    (raw, where, warn). names: a tree like its parameters, of `models.names.Fusion`s. build: its draft, and the shapes
-    of its parameters, of (config, dtype, backend). objective: dotted name of the module that trains it.
+    name: as jetspec.json says it. build: its draft, and the shapes of its parameters, of (config, dtype, backend).
+    reads: whether a `config.json` is one of this family. config: its configuration, of (raw, where, warn, and the
+    target's, or None). names: a tree like its parameters, of `models.names.Fusion`s. objective: dotted name of the
+    module that trains it. marks: what it is told by, of the tables below. keeps: tensors called like the target's that
+    are its own; any other is ignored. spare: tensors that say nothing new. check: what is wrong with parameters that
+    were read, of (config, params).
     """
 
     name: str
@@ -28,6 +31,10 @@ class Family(NamedTuple):
     config: Callable[..., Any] | None = None
     names: Callable[[Any], dict[str, Any]] | None = None
     objective: str | None = None
+    marks: frozenset[str] = frozenset()
+    keeps: frozenset[str] = frozenset()
+    spare: frozenset[str] = frozenset()
+    check: Callable[[Any, dict[str, Any]], str | None] | None = None
 
 
 def _build_block(config, dtype, backend):
@@ -40,16 +47,22 @@ def _block(name: str, causal: bool) -> Family:
     return Family(name, _build_block, reads, block_files.config, block_files.names, objective)
 
 
+EAGLE, DFLASH2, DSPARK, DOMINO, MEDUSA = "EAGLE", "DFlash 2", "DSpark", "Domino", "Medusa"
+SMALL, CAPPED, LATENT = "a reduced draft vocabulary", "a softcap on logits", "latent attention (MLA)"
+
 FAMILIES = (
     _block("jetspec", causal=True),
     _block("dflash", causal=False),
+    Family(
+        "eagle3", eagle3.build, eagle3_files.reads, eagle3_files.config, eagle3_files.names,
+        marks=frozenset({EAGLE, SMALL}), keeps=frozenset({"lm_head.weight"}), spare=frozenset({"t2d"}),
+        check=eagle3_files.check,
+    ),
     Family("ngram", ngram.build),
     Family("synthetic", synthetic.build),
-)
+)  # fmt: skip
 
-EAGLE, DFLASH2, DSPARK, DOMINO, MEDUSA = "EAGLE", "DFlash 2", "DSpark", "Domino", "Medusa"
-SMALL, CAPPED, LATENT = "a reduced draft vocabulary", "a softcap on logits", "latent attention (MLA)"
-# Heads of others are told by what they have; whoever builds one takes its words out of these three tables.
+# Heads are told by what they have; `Family.marks` says which of these a family of ours understands.
 KEYS = {
     "markov_rank": DSPARK, "markov_head_type": DSPARK, "enable_confidence_head": DSPARK, "dspark_config": DSPARK,
     "confidence_head_with_markov": DSPARK, "emb_dim": DOMINO, "gru_hidden_dim": DOMINO, "domino_config": DOMINO,
@@ -78,36 +91,48 @@ def of_config(raw: Mapping[str, Any], where: str) -> Family:
       ConfigError: it belongs to none of ours; where it is one that we know of, the line names it.
     """
     fields = Fields(raw, where)
-    _refuse_foreign(fields)
-    found = next((family for family in FAMILIES if family.reads and family.reads(raw)), None)
-    if found is None:
-        tables = " or ".join(block_files.TABLES)
-        raise ConfigError(f"{where}: no {tables}, so this is no JetSpec or DFlash head; is it the target's folder?")
-    return found
+    marks = _marks(fields)
+    read = [family for family in FAMILIES if family.reads and family.reads(raw)]
+    for family in read:
+        if marks.keys() <= family.marks:
+            return family
+    for mark, (table, key) in marks.items():
+        if not any(mark in family.marks for family in read):
+            raise table.wrong(key, f"a head {_with(mark)} is {_not_supported()}")
+    if read:
+        raise ConfigError(f"{where}: a head {' and '.join(map(_with, marks))}: one family has no such mixture")
+    tables = " or ".join(block_files.TABLES)
+    raise ConfigError(f"{where}: no {tables}, so this is no JetSpec or DFlash head; is it the target's folder?")
 
 
-def refuse_foreign_tensors(tensors: Collection[str], where: str) -> None:
-    """Raises ConfigError where a head holds tensors of a family that is none of ours."""
+def refuse_foreign_tensors(family: Family, tensors: Collection[str], where: str) -> None:
+    """Raises ConfigError where a head holds tensors of another family."""
     for tensor in sorted(tensors):
         for part in tensor.split("."):
-            if part in TENSORS:
+            if part in TENSORS and TENSORS[part] not in family.marks:
                 raise ConfigError(f"{where}: {tensor} makes it a head with {TENSORS[part]}, {_not_supported()}")
 
 
-def _refuse_foreign(fields: Fields) -> None:
+def _marks(fields: Fields) -> dict[str, tuple[Fields, str]]:
+    """Returns what a configuration's keys and their values tell of its family: the table and the key of each mark."""
+    found: dict[str, tuple[Fields, str]] = {}
     tables = [fields, *(Fields(v, fields.where, f"{k}.") for k, v in fields.raw.items() if isinstance(v, Mapping))]
     for table in tables:
         for key in ("architectures", "model_type", "projector_type", "attention_mode", "spec_decode_type"):
             said = str(table.raw.get(key) or "").casefold()
             for word, whose in WORDS.items():
                 if said == word or (word in said and len(word) > 3):  # three letters are in many a name
-                    raise table.wrong(key, f"a head of {whose} is {_not_supported()}")
+                    found.setdefault(whose, (table, key))
         for key, whose in KEYS.items():
             if not table.off(key):
-                raise table.wrong(key, f"a head with {whose} is {_not_supported()}")
-        size = table.raw.get("draft_vocab_size")
-        if size not in (None, fields.raw.get("vocab_size")):
-            raise table.wrong("draft_vocab_size", f"a head with {SMALL} is {_not_supported()}")
+                found.setdefault(whose, (table, key))
+        if table.raw.get("draft_vocab_size") not in (None, fields.raw.get("vocab_size")):
+            found.setdefault(SMALL, (table, "draft_vocab_size"))
+    return found
+
+
+def _with(mark: str) -> str:
+    return f"with {mark}" if mark in (SMALL, CAPPED, LATENT) else f"of {mark}"
 
 
 def _not_supported() -> str:

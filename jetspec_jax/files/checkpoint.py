@@ -33,6 +33,8 @@ from jetspec_jax.models.names import Fusion
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # never opened
 HEAD_META = "jetspec.json"  # our own file beside a head: what a loader should check
+FLOATS, WHOLES = ("F64", "F32", "F16", "BF16"), ("I64", "I32")
+ONLY_FLOATS = "only unquantised floats are supported"
 BORROWED = ("embed_tokens.weight", "lm_head.weight", "model.embed_tokens.weight")  # a head uses the target's
 
 
@@ -85,6 +87,9 @@ def assemble(
 
     def fill(fusion: Fusion, shape) -> jax.Array:
         whole = fusion.join(source.read)
+        if np.issubdtype(whole.dtype, np.integer) != np.issubdtype(shape.dtype, np.integer):
+            need = "whole numbers are needed" if np.issubdtype(shape.dtype, np.integer) else ONLY_FLOATS
+            raise ConfigError(f"{where}: {fusion.names()[0]} is stored as {whole.dtype}; {need}")
         with np.errstate(over="ignore"):  # said below
             cast = whole.astype(shape.dtype)
         if shape.dtype == np.float16 and not np.isfinite(cast).all():
@@ -198,8 +203,8 @@ class Folder:
     def read(self, name: str) -> np.ndarray:
         path = self._home[name]
         stored = self._opened[path].get_slice(name).get_dtype()
-        if stored not in ("F64", "F32", "F16", "BF16"):
-            raise ConfigError(f"{path}: {name} is stored as {stored}; only unquantised floats are supported")
+        if stored not in (*FLOATS, *WHOLES):
+            raise ConfigError(f"{path}: {name} is stored as {stored}; {ONLY_FLOATS}")
         return self._opened[path].get_tensor(name)
 
 

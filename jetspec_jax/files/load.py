@@ -6,7 +6,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -93,20 +93,23 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
     raw = text.read_json(path / "config.json")
     family = families.of_config(raw, where)
     assert family.config is not None and family.names is not None  # it has files
-    config = family.config(raw, where, _warn)
+    config = family.config(raw, where, _warn, target.config)
     for name, ours, theirs in config.differing(target.config):
         raise ConfigError(
             f"{where}: {name} is {ours}, the target's ({target.source}) is {theirs}; "
             "this head belongs to another target"
         )
-    tensors = _WithoutBorrowed(checkpoint.Folder(path))
-    families.refuse_foreign_tensors(tensors.shapes, str(path))
+    tensors = _WithoutBorrowed(checkpoint.Folder(path), family.keeps, family.spare)
+    families.refuse_foreign_tensors(family, tensors.shapes, str(path))
     if tensors.borrowed:
         _warn(f"{path}: {', '.join(tensors.borrowed)} ignored; a head borrows the target's")
     fusions = family.names(config)
     checkpoint.need(tensors, fusions, str(path))
     draft, shapes = family.build(config, checkpoint.numpy_dtype(target.dtype), target.model.backend)
     params = checkpoint.assemble(tensors, fusions, shapes, str(path), _warn)
+    wrong = family.check(config, params) if family.check else None
+    if wrong:
+        raise ConfigError(f"{path}: {wrong}")
     jax.block_until_ready(params)
     return LoadedHead(
         draft, params, config, str(source), _metadata(path / checkpoint.HEAD_META, config, target),
@@ -163,11 +166,11 @@ def _metadata(path: pathlib.Path, config, target: LoadedTarget) -> dict[str, Any
 
 
 class _WithoutBorrowed:
-    """Hides an embedding or lm_head that some trainers leave in a head's file."""
+    """Hides an embedding or lm_head that some trainers leave in a head's file, unless the family keeps its own."""
 
-    def __init__(self, inner: checkpoint.Folder):
-        self.borrowed = sorted(n for n in inner.shapes if n in checkpoint.BORROWED)
-        self.shapes = {n: s for n, s in inner.shapes.items() if n not in checkpoint.BORROWED}
+    def __init__(self, inner: checkpoint.Folder, keeps: Collection[str] = (), spare: Collection[str] = ()):
+        self.borrowed = sorted(n for n in inner.shapes if n in checkpoint.BORROWED and n not in keeps)
+        self.shapes = {n: s for n, s in inner.shapes.items() if n not in self.borrowed and n not in spare}
         self.read = inner.read
 
 

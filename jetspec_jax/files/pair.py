@@ -153,7 +153,7 @@ def oddities(config, found: dict[str, Any]) -> dict[str, str]:
     for key, read in (
         ("thinking", lambda: fields.flag("thinking")),
         ("target_fingerprint", lambda: fields.text("target_fingerprint", "")),
-        ("training_length", lambda: fields.whole("training_length", config.block_size, default=config.block_size)),
+        ("training_length", lambda: fields.whole("training_length", config.depth + 1, default=config.depth + 1)),
     ):
         try:
             read()

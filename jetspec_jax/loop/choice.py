@@ -44,18 +44,25 @@ class Choice(NamedTuple):
         """The last committed token of every row, the root of its tree."""
         return jnp.take_along_axis(self.past.tokens, self.past.length[:, None] - 1, 1)[:, 0]
 
-    def foresee(self, logits: Float[Array, "B D V"], sharpness: float) -> Float[Array, "B D V"]:
+    def foresee(
+        self, logits: Float[Array, "B R V"], sharpness: float, level: int | None = None
+    ) -> Float[Array, "B R V"]:
         """Bends draft logits as the target's choice will be bent: by bias, penalties of what is there, and the noise.
 
         Were the draft's logits the target's own, the target would choose the argmax of logits / temperature + noise.
         They are an average over continuations that the draft cannot see: flatter, with an error. So the noise counts
         for less, and softmax(sharpness * (logits / temperature + NOISE_SHARE * noise)) is about how probable each token
         is to be the target's choice; the sum of its logarithms along a path ranks paths. Greedy rows have no noise.
+
+        Args:
+          logits: of the draft, as they are.
+          sharpness: how far the known noise is trusted; 0 leaves it out.
+          level: positions between the anchor's successor and what every row guesses; None is one row a level, 0 first.
         """
         logits = processors.bias_and_penalties(logits, self.sampling, self.counts)
         if self.noise is None or not sharpness:
             return logits
-        known = self.noise[:, : logits.shape[1]]
+        known = self.noise[:, : logits.shape[1]] if level is None else self.noise[:, level : level + 1]
         ranked = sharpness * (logits / self.sampling.scale + NOISE_SHARE * known)
         return jnp.where(self.sampling.greedy[:, None, None], logits, ranked)
 

@@ -6,6 +6,8 @@ log-probabilities. Two rules build the tree:
 * `best_first`: exactly the T - 1 most probable paths under that score (the DDTree objective);
 * `accum_logp`: the most probable open node receives its whole sibling group, the rule of the published JetSpec engine.
 
+A draft whose candidates depend on the path asks `levels` instead.
+
 Either way the order of nodes does not depend on the budget: a row's tree is its first `budget` nodes.
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,13 @@ from jetspec_jax.options import SHARPNESS
 
 # Tokens (the root's has no meaning), parents, depths [B, T], and the number of nodes [B].
 Grown = tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"], Int[Array, " B"]]
+
+
+# (level, frontier, carry) -> (tokens [B, F, W], log-probabilities [B, F, W] after their parents, carry)
+Children = Callable[[int, "Frontier", Any], tuple[jax.Array, jax.Array, Any]]
+
+
+WIDTH = {"best_first": 64, "accum_logp": 7}  # of a builder, where nothing else is asked
 
 
 class Candidates(NamedTuple):
@@ -39,14 +48,19 @@ class Rule:
 
     nodes: T, the root included; a row's budget may be smaller.
     builder: `best_first` or `accum_logp`.
-    width: candidates of a depth, or children of a node.
+    width: candidates of a depth, or children of a node; 0 is what is usual for the builder, or for the draft's family.
     sharpness: of the scores under the noise of sampled rows; 0 leaves the noise out.
     """
 
     nodes: int
     builder: str = "best_first"
-    width: int = 64
+    width: int = 0
     sharpness: float = SHARPNESS
+
+    @property
+    def candidates(self) -> int:
+        """`width`, or its builder's usual one."""
+        return self.width or WIDTH[self.builder]
 
 
 class Tree(NamedTuple):
@@ -104,7 +118,8 @@ def candidates(rule: Rule, logits: Float[Array, "B D V"]) -> Candidates:
 
     A NaN row scores -inf and drops out of the tree: a broken draft may cost speed, never an output.
     """
-    width = min(rule.width, rule.nodes - 1, logits.shape[-1])  # a node can use no more children than the tree has nodes
+    # A node can use no more children than the tree has nodes.
+    width = min(rule.candidates, rule.nodes - 1, logits.shape[-1])
     top, token = vocabulary.top_k(logits, width)
     logp = top - vocabulary.log_total(logits)
     return Candidates(token, jnp.where(jnp.isnan(logp), -jnp.inf, logp)[:, :, None])
@@ -116,6 +131,62 @@ def grow(builder: str, candidates: Candidates, nodes: int) -> Grown:
         raise ValueError(f"P={candidates.logp.shape[2]}: both rules share a depth's row among all parents, P = 1")
     grown = {"best_first": _best_first, "accum_logp": _accum_logp}[builder]
     return jax.vmap(lambda logp, token: grown(logp[:, 0], token, nodes))(candidates.logp, candidates.token)
+
+
+class Frontier(NamedTuple):
+    """The nodes whose children are asked for next, F a row, best first."""
+
+    token: jax.Array  # [B, F] int32
+    parent: jax.Array  # [B, F] int32, place of its parent among the nodes that were expanded before
+
+
+def levels(children: Children, carry: Any, anchor: Int[Array, " B"], nodes: int, depth: int, frontier: int) -> Grown:
+    """Grows trees level by level for drafts whose candidates depend on the path (EAGLE-2's dynamic tree).
+
+    At each level the best `frontier` nodes are expanded, by the sum of log-probabilities along their paths; of all
+    children that were ever made, the best `nodes` - 1 are the tree, in the order of their scores. With a frontier of
+    `nodes` - 1 and all children given, these are exactly the most probable paths.
+
+    Args:
+      children: of (level, frontier, carry); returns tokens [B, F, W], log-probabilities [B, F, W] after their parents,
+        and the next carry. Level 0 has the root alone.
+      carry: whatever `children` hands on.
+      anchor: tokens of the roots.
+      nodes: T, the root included.
+      depth: longest path.
+      frontier: nodes F that are expanded at a level.
+    """
+    at = Frontier(anchor[:, None], jnp.zeros_like(anchor)[:, None])
+    score, above = jnp.zeros(at.token.shape), jnp.full(at.token.shape, -1)
+    pool: list[tuple[jax.Array, ...]] = []
+    size = 0
+    take = lambda x, i: jnp.take_along_axis(x, i, 1)
+    for level in range(min(depth, nodes - 1)):
+        token, logp, carry = children(level, at, carry)
+        total = score[..., None] + jnp.where(jnp.isnan(logp), -jnp.inf, logp)
+        flat = lambda x: x.reshape(x.shape[0], -1)
+        best, place = jax.lax.top_k(flat(total), min(nodes - 1, flat(total).shape[1]))
+        parent, token = place // token.shape[-1], take(flat(token), place)
+        pool.append((token, best, take(above, parent), jnp.full(best.shape, level + 1)))
+        few = slice(0, frontier)
+        at, score = Frontier(token[:, few], parent[:, few]), best[:, few]
+        above = jnp.broadcast_to(size + jnp.arange(score.shape[1]), score.shape)
+        size += best.shape[1]
+
+    tokens, scores, origins, depths = (jnp.concatenate(x, 1) for x in zip(*pool, strict=True))
+    # A child scores at most what its parent does and comes after it, so the first of equals is the parent.
+    best, order = jax.lax.top_k(scores, min(nodes - 1, size))
+    count = best.shape[1]
+    rank = jax.vmap(lambda o: jnp.zeros(size, jnp.int32).at[o].set(jnp.arange(1, count + 1)))(order)
+    origin = take(origins, order)
+    parents = jnp.where(origin < 0, 0, take(rank, jnp.maximum(origin, 0)))
+    pad = ((0, 0), (1, nodes - 1 - count))
+    return (
+        jnp.pad(take(tokens, order), pad),
+        jnp.pad(parents, pad, constant_values=-1),
+        jnp.pad(take(depths, order), pad),
+        1 + jnp.isfinite(best).sum(1),
+    )
 
 
 def _best_first(logp: Float[Array, "D W"], token: Int[Array, "D W"], nodes: int):

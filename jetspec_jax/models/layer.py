@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax.backends.xla import PLAIN_XLA, XLA
-from jetspec_jax.config import HeadConfig, ModelConfig
+from jetspec_jax.config import HeadConfig, ModelConfig, Sizes
 from jetspec_jax.layers import moe, rope
 from jetspec_jax.layers.cache import KV
 from jetspec_jax.layers.numerics import einsum, rms_norm
@@ -31,7 +31,7 @@ Attend = Callable[[int, jax.Array, KV], tuple[jax.Array, Any]]
 class Layer(nnx.Module):
     """One decoder layer, dense or a mixture of experts, without its attention: what attends to what differs."""
 
-    def __init__(self, config: ModelConfig | HeadConfig, dtype, index: int = 0):
+    def __init__(self, config: Sizes, dtype, index: int = 0):
         c = config
         self.config = c
         self.sparse = c.moe is not None and index in c.moe.sparse_layers

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jetspec_jax.config import HeadConfig, ModelConfig
+from jetspec_jax.config import ModelConfig, Sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ def of_target(c: ModelConfig) -> dict[str, Any]:
     return tree
 
 
-def layer(c: ModelConfig | HeadConfig, prefix: str, index: int = 0) -> dict[str, Fusion]:
+def layer(c: Sizes, prefix: str, index: int = 0) -> dict[str, Fusion]:
     """Returns the fusions of one layer of target or head, whose names begin with `prefix`."""
     attention, kv_heads, dim = prefix + "self_attn.", c.num_kv_heads, c.head_dim
     kv = (kv_heads, 1, dim)

@@ -28,7 +28,9 @@ DATA = {
     "mbpp": "MBPP, outside its test split: CC-BY-4.0",
     "chat": "templates of jetspec_jax: Apache-2.0",
     "code": "signatures and docstrings of installed packages, see below",
+    "document": "source files and docstrings of installed packages, see below",
     "own": "written by the target itself",
+    "talk": "conversations of the target with itself, which begin with prompts of the others",
 }
 
 CARD = """---
@@ -254,8 +256,9 @@ def _sources(counts: dict[str, Any]) -> str:
     for name, n in counts["sources"].items():
         origin = DATA.get(name.partition("_")[0], "rows of the run's `data`")
         lines.append(f"| {name} | {n['examples']:,} | {n['tokens']:,} | {origin} |")
-    packages = sorted({s.removeprefix("code_") for s in counts["sources"] if s.startswith("code_")} & set(LICENCES))
+    read = {s.partition("_")[2] for s in counts["sources"] if s.startswith(("code_", "document_"))}
+    packages = sorted(read & set(LICENCES))
     if packages:
         named = ", ".join(f"{name} ({LICENCES[name]})" for name in packages)
-        lines += ["", f"Prompts from signatures and docstrings of installed packages: {named}."]
+        lines += ["", f"Prompts from source and docstrings of installed packages: {named}."]
     return "\n".join(lines)

@@ -14,7 +14,7 @@ from jetspec_jax.config import ConfigError
 from jetspec_jax.evals import formats
 from jetspec_jax.files import load
 from jetspec_jax.training import files, manifest, regenerate
-from jetspec_jax.training.data import answers, examples, own_prompts, pool, rows
+from jetspec_jax.training.data import answers, examples, own_prompts, pool, rows, talks
 from jetspec_jax.training.data.examples import Example
 from jetspec_jax.training.settings import Settings
 
@@ -38,7 +38,11 @@ def source(config: Settings, workdir: Path, log: Log) -> Path:
     manifest.sign(path.with_suffix(".settings.json"), made, _fix(path), path.exists())
     if not path.exists():
         found, counts = pool.build(
-            Path(config.prompt_sets), config.code_prompts, config.code_per_package, config.chat_prompts
+            Path(config.prompt_sets),
+            config.code_prompts,
+            config.code_per_package,
+            config.chat_prompts,
+            config.documents,
         )
         files.write_json(path.with_suffix(".json"), counts)
         with files.whole(path) as unfinished:
@@ -131,6 +135,12 @@ def _answers(
     if not kept:
         why = f" ({', '.join(f'{n} {why}' for why, n in dropped.most_common())})"
         raise ConfigError(f"answers: none of {len(known.length)} can be learnt from{why}")
+    if config.dialogues:
+        held = _dialogues(config, workdir / "dialogues", target, found.ids, on_time, log)
+        if held is None:
+            return None
+        kept += held
+        counts["dialogues"] = len(held)
     longest = max(e.tokens.size for e in kept)
     if longest > config.sequence_length:
         raise ConfigError(
@@ -138,6 +148,24 @@ def _answers(
             "give at least max_prompt_tokens + max_new_tokens"
         )
     return kept, counts
+
+
+def _dialogues(
+    config: Settings, folder: Path, target, prompts: list[list[int]], on_time: Callable[[], bool], log: Log
+) -> list[Example] | None:
+    """Conversations that begin with the first prompts that leave room for more; None when time ran out."""
+    plan = talks.Plan(
+        config.sequence_length, config.max_new_tokens, config.samples, config.temperature, config.own_temperature,
+        config.seed, config.answer_batch, config.trim_loops,
+    )  # fmt: skip
+    firsts = [ids for ids in prompts if len(ids) + 2 * config.max_new_tokens <= config.sequence_length]
+    firsts = firsts[: config.dialogues]
+    if len(firsts) < config.dialogues:
+        log(f"dialogues: {len(firsts)} of {config.dialogues}: no more prompts leave room for a second answer")
+    forbidden = pool.Forbidden(Path(config.prompt_sets)).matches if config.prompt_sets else None
+    if not talks.write(target, firsts, folder, plan, forbidden, on_time, log):
+        return None
+    return talks.read(folder, plan)
 
 
 def _own(config: Settings, path: Path, target, log: Log) -> Path:

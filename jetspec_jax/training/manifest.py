@@ -15,7 +15,7 @@ from jetspec_jax.training.settings import KINDS, Settings
 
 FILE = "settings.json"
 
-POOL = "code_prompts", "code_per_package", "chat_prompts"
+POOL = "code_prompts", "code_per_package", "chat_prompts", "documents"
 OWN = "own_prompts", "own_temperature"
 ASKED = "max_prompts", "max_prompt_tokens", "thinking"
 
@@ -31,6 +31,7 @@ FREE = (
     | {"scale_sequences"}  # the scale is made once
     # Compared by what came of them: fingerprint, dtype, steps, taps, digest of the data.
     | {"target", "dtype", "epochs", "taps", "data", "prompt_sets", "max_prompts", "max_prompt_tokens", *POOL, *OWN}
+    | {"dialogues"}
     | {"max_new_tokens", "samples", "temperature", "answer_batch", "save_batches", "answer_head", "answer_budget"}
 )
 

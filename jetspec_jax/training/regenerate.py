@@ -36,6 +36,7 @@ from jetspec_jax.engine.geometry import Geometry
 from jetspec_jax.engine.programs import program
 from jetspec_jax.fields import Option
 from jetspec_jax.files import demo, load, pair
+from jetspec_jax.layers.numerics import power
 from jetspec_jax.loop.decoder import prefill, rounds
 from jetspec_jax.loop.plain import PLAIN
 from jetspec_jax.loop.state import NONFINITE, STOP
@@ -47,6 +48,7 @@ from jetspec_jax.training.data import rows, turns
 from jetspec_jax.training.data.answers import Answers
 
 BLOCK = 64  # rounds of one launch: between two, a signal is answered
+LEAST = 512  # positions of the shortest cache
 PROMPT_STEP = 128  # padded prompt widths are multiples of this: one prefill program each
 MANIFEST = "manifest.json"
 
@@ -97,14 +99,15 @@ def ask(target, source, longest: int, thinking: bool | None, limit: int = 0) -> 
 
 
 class Answerer:
-    """Decodes batches of one shape: `batch` rows, `capacity` positions; with a head, trees of `budget` nodes."""
+    """Decodes batches of `batch` rows of at most `capacity` positions; with a head, trees of `budget` nodes.
+
+    Batches of short rows have a shorter cache: `LEAST` positions, twice as many, and so on, a program each.
+    """
 
     def __init__(self, target, batch: int, capacity: int, head=None, budget: int = 1):
-        self.target, self.batch, self.budget = target, batch, budget if head else 1
-        draft = head.draft.shaped(Rule(budget), min(head.draft.depth, budget - 1)) if head and budget > 1 else PLAIN
-        # One capacity, so that all batches share the program of the rounds.
-        self._decoder = speculate.Decoder(target.model, draft, capacity + draft.depth + 1)
-        self._params = {"target": target.params, "draft": head.params if draft is not PLAIN else None}
+        self.target, self.batch, self.capacity, self.budget = target, batch, capacity, budget if head else 1
+        self._draft = head.draft.shaped(Rule(budget), min(head.draft.depth, budget - 1)) if self.budget > 1 else PLAIN
+        self._params = {"target": target.params, "draft": head.params if self._draft is not PLAIN else None}
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], seeds: np.ndarray, max_new: int, temperature: float
@@ -113,19 +116,21 @@ class Answerer:
 
         At most `batch` prompts; missing ones are rows that end before their first round.
         """
-        count, room = len(prompts), self._decoder.capacity - self._decoder.depth - 1
+        count = len(prompts)
+        room = min(power(max(map(len, prompts)) + max_new, LEAST), self.capacity)
+        decoder = speculate.Decoder(self.target.model, self._draft, room + self._draft.depth + 1)
         options = [
             SamplingConfig(max_new, temperature, int(seed), eos=self.target.eos) for seed in seeds[:count].tolist()
         ]
-        fitted = Geometry.fit(prompts, options, self._decoder.draft, room)
+        fitted = Geometry.fit(prompts, options, self._draft, room)
         prompt = -(-max(map(len, prompts)) // PROMPT_STEP) * PROMPT_STEP
-        sizes = dataclasses.replace(fitted, batch=self.batch, capacity=self._decoder.capacity, prompt=min(prompt, room))
+        sizes = dataclasses.replace(fitted, batch=self.batch, capacity=decoder.capacity, prompt=min(prompt, room))
         request = requests.arrays(prompts, options, [self.budget] * count, sizes)
-        state = program(prefill, self._decoder, self._params, request).run(self._params, request)
+        state = program(prefill, decoder, self._params, request).run(self._params, request)
         block = jnp.int32(BLOCK)
         while not bool(state.done.all()):
             args = self._params, state, block
-            state = program(rounds, self._decoder, *args, donate=(1,)).run(*args)
+            state = program(rounds, decoder, *args, donate=(1,)).run(*args)
         tokens, length, reason = (np.asarray(x)[:count] for x in (state.tokens, state.length, state.reason))
         return [row[:n] for row, n in zip(tokens, length, strict=True)], reason
 

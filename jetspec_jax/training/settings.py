@@ -59,6 +59,7 @@ class Settings:
     code_prompts: int = _number(11_000, "prompts of the pool that ask for a function", 0)
     code_per_package: int = _number(600, "functions of one package in the pool", 1)
     chat_prompts: int = _number(2_500, "chat prompts in the pool", 0)
+    documents: int = _number(0, "long prompts of the pool about source files and documentation", 0)
     own_prompts: int = _number(0, "user turns that the target writes itself, beside the pool's", 0)
     own_temperature: float = _number(1.0, "temperature at which it writes them", 0, 10, above=True)
     max_prompts: int = _number(0, "take the first rows, own_prompts on top; 0 is all", 0)
@@ -69,6 +70,7 @@ class Settings:
     max_new_tokens: int = _number(256, "tokens of an answer of the target", 2)
     samples: int = _number(0, "sampled answers a prompt, beside the greedy one", 0)
     temperature: float = _number(0.8, "temperature of the sampled answers", 0, 10, above=True)
+    dialogues: int = _number(0, "conversations up to sequence_length in which the target writes both sides", 0)
     answer_batch: int = _number(256, "prompts answered together", 1)
     save_batches: int = _number(8, "batches in one file of answers", 1)
     answer_head: str = _key("", "a head that speeds the answers up; '' decodes plainly")
@@ -169,6 +171,8 @@ class Settings:
             raise wrong("answers", "corpus", "give the rows with --config.data")
         if self.answers == "corpus" and self.own_prompts:
             raise wrong("own_prompts", self.own_prompts, "prompts without an answer need --config.answers=target")
+        if self.answers == "corpus" and self.dialogues:
+            raise wrong("dialogues", self.dialogues, "the target writes them: --config.answers=target is needed")
 
     def check_files(self) -> None:
         """Refuses paths that do not exist, before anything slow; what may be a hub id is left to the loader."""

@@ -115,14 +115,14 @@ def without_loops(answers: Answers) -> Answers:
     rows, length = answers.rows(), answers.length.copy()
     for i, row in enumerate(rows):
         body = row[answers.prompt_length[i] :]
-        length[i] = answers.prompt_length[i] + _before_loop(body)
+        length[i] = answers.prompt_length[i] + before_loop(body)
         rows[i] = row[: length[i]]
     ended = answers.ended & (length == answers.length)
     return join(rows, answers.prompt, answers.sample, answers.prompt_length, length, ended, answers.failed)
 
 
-def _before_loop(body: np.ndarray) -> int:
-    """Tokens to keep: all of them, or those up to the second period of the loop at the end."""
+def before_loop(body: np.ndarray) -> int:
+    """Returns how many tokens to keep: all of them, or those up to the second period of the loop at the end."""
     for period in range(1, min(LONGEST_PERIOD, body.size // 3) + 1):
         differs = np.flatnonzero(body[period:] != body[:-period])
         start = differs[-1] + 1 if differs.size else 0  # body[start:] has this period

@@ -64,7 +64,7 @@ def collect(per_package: int) -> list[Function]:
     known, chosen = set(), []
     for package in LICENCES:
         found = {}
-        for path in _files(package):
+        for path in source_files(package):
             for function in _functions(package, path):
                 key = re.sub(r"\W+", "", function.summary.lower())
                 if key not in known:
@@ -103,7 +103,8 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
-def _files(package: str) -> Iterator[Path]:
+def source_files(package: str) -> Iterator[Path]:
+    """Yields the Python files of a package, or of the standard library, in order; none where it is not installed."""
     if package == STANDARD_LIBRARY:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [path.relative_to(root) for path in root.rglob("*.py")]

@@ -31,17 +31,18 @@ from jetspec_jax.evals import formats
 from jetspec_jax.fields import Option
 from jetspec_jax.training import files
 from jetspec_jax.training.data import chat_topics, code_prompts
+from jetspec_jax.training.data import documents as long_prompts
 
 SHARED_WORDS = 16  # in a row, with a benchmark's prompt: too close
 
 
 def build(
-    data: Path, code: int, per_package: int, chat_prompts: int, answers: bool = False
+    data: Path, code: int, per_package: int, chat_prompts: int, documents: int = 0, answers: bool = False
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows {"id", "messages"} and the counts by source with the licences of the packages read.
 
     data: folder with gsm8k/train.jsonl, math_train/train.jsonl, mbpp/rest.jsonl and the benchmarks. code: functions in
-    all; per_package: of one package. Deterministic for the same files, packages and numbers.
+    all; per_package: of one package; documents: long prompts. Deterministic for the same files, packages and numbers.
     """
     forbidden = Forbidden(data)  # first: a wrong folder is noticed before the packages are read
     functions = code_prompts.collect(per_package) if code else []
@@ -52,6 +53,10 @@ def build(
         _numbered("mbpp_rest", data / "mbpp/rest.jsonl", lambda r: formats.tested(r["text"], r["test_list"]), "code"),
         ((f"code_{f.package}", i, code_prompts.prompt(f), "") for i, f in enumerate(functions[:code])),
         ((*prompt, "") for prompt in chat(chat_prompts)),
+        (
+            (f"document_{d.package}", i, long_prompts.prompt(d), "")
+            for i, d in enumerate(long_prompts.collect(documents) if documents else ())
+        ),
     )
     rows: list[dict[str, Any]] = []
     known: set[str] = set()
@@ -69,7 +74,7 @@ def build(
             row["messages"].append({"role": "assistant", "content": answer})
         rows.append(row)
     rows.sort(key=lambda row: code_prompts.digest(row["messages"][0]["content"]))
-    packages = {s.removeprefix("code_") for s in counts if s.startswith("code_")}
+    packages = {s.partition("_")[2] for s in counts if s.startswith(("code_", "document_"))}
     licences = {name: code_prompts.LICENCES[name] for name in sorted(packages)}
     summary = {"total": len(rows), "sources": dict(counts), "dropped": dict(dropped), "licences": licences}
     return rows, summary
@@ -139,6 +144,7 @@ LINE = command.Line(
         Option("code", "whole", "Functions in all.", 11_000),
         Option("per_package", "whole", "Functions of one package.", 600, low=1),
         Option("chat", "whole", "Chat prompts.", 2_500),
+        Option("documents", "whole", "Long prompts about source files and documentation.", 0),
         Option("answers", "flag", "With the origin's answers, where it has them.", False),
     ],
 )
@@ -153,7 +159,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--out={out}: there is no folder {out.parent}; make it first")
     if out.is_dir():
         raise ConfigError(f"--out={out}: a folder; give the name of a file")
-    rows, counts = build(Path(args.data), args.code, args.per_package, args.chat, args.answers)
+    rows, counts = build(Path(args.data), args.code, args.per_package, args.chat, args.documents, args.answers)
     with files.whole(out) as unfinished:
         formats.write(unfinished, rows)
     print(json.dumps(counts))
