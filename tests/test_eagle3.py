@@ -82,17 +82,17 @@ def check(loaded, tree, row: int, length: int, nodes: int, depth: int, width: in
 def test_the_tree_is_that_of_recomputed_paths(draft_vocab, pieces):
     """Prompts of 9 and 4 tokens; then a round that commits 3 and 1."""
     loaded = tiny.eagle3(draft_vocab=draft_vocab)
-    draft = loaded.draft.shaped(Rule(12, width=5), 3)
+    draft = loaded.draft.shaped(Rule(50, width=5), 3)
     state = contexts(draft, loaded.params, pieces, [9, 4])
-    budget = jnp.array([12, 7])
+    budget = jnp.array([50, 7])
     tree, state = propose(draft, loaded.params, state, jnp.array([10, 5]), budget)  # one token more: prefill's
-    check(loaded, tree, 0, 10, 12, 3, 5)
+    check(loaded, tree, 0, 10, 50, 3, 5)
     check(loaded, tree, 1, 5, 7, 3, 5)
     # Features of positions 9..11 and 4; their rows wait, and are read with the tokens that were committed after them.
     rows = jnp.stack([FEATURES[0, 9:13], FEATURES[1, 4:8]])
     state = extend(draft, loaded.params, state, rows, (jnp.array([9, 4]), jnp.array([3, 1])), True)
     tree, _ = propose(draft, loaded.params, state, jnp.array([13, 6]), budget)
-    check(loaded, tree, 0, 13, 12, 3, 5)
+    check(loaded, tree, 0, 13, 50, 3, 5)
     check(loaded, tree, 1, 6, 7, 3, 5)
 
 
