@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 import decode
 from jetspec_jax import speculate
+from jetspec_jax.backends.hopper import Hopper
+from jetspec_jax.backends.xla import PLAIN_XLA
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.drafts import eagle3, eagle3_files, families
 from jetspec_jax.files import checkpoint, load
@@ -80,17 +82,17 @@ def check(loaded, tree, row: int, length: int, nodes: int, depth: int, width: in
 def test_the_tree_is_that_of_recomputed_paths(draft_vocab, pieces):
     """Prompts of 9 and 4 tokens; then a round that commits 3 and 1."""
     loaded = tiny.eagle3(draft_vocab=draft_vocab)
-    draft = loaded.draft.shaped(Rule(12, width=5), 3)
+    draft = loaded.draft.shaped(Rule(50, width=5), 3)
     state = contexts(draft, loaded.params, pieces, [9, 4])
-    budget = jnp.array([12, 7])
+    budget = jnp.array([50, 7])
     tree, state = propose(draft, loaded.params, state, jnp.array([10, 5]), budget)  # one token more: prefill's
-    check(loaded, tree, 0, 10, 12, 3, 5)
+    check(loaded, tree, 0, 10, 50, 3, 5)
     check(loaded, tree, 1, 5, 7, 3, 5)
     # Features of positions 9..11 and 4; their rows wait, and are read with the tokens that were committed after them.
     rows = jnp.stack([FEATURES[0, 9:13], FEATURES[1, 4:8]])
     state = extend(draft, loaded.params, state, rows, (jnp.array([9, 4]), jnp.array([3, 1])), True)
     tree, _ = propose(draft, loaded.params, state, jnp.array([13, 6]), budget)
-    check(loaded, tree, 0, 13, 12, 3, 5)
+    check(loaded, tree, 0, 13, 50, 3, 5)
     check(loaded, tree, 1, 6, 7, 3, 5)
 
 
@@ -99,20 +101,27 @@ OPTIONS = st.fixed_dictionaries({
     "temperature": st.sampled_from([0.0, 0.7, 1.0]),
     "seed": st.integers(0, 9),
     "top_k": st.sampled_from([0, 5]),
+    "top_p": st.sampled_from([1.0, 0.8]),
     "repetition_penalty": st.sampled_from([1.0, 1.3]),
     "logit_bias": st.sampled_from([(), ((3, 4.0), (36, -100.0))]),
     "eos": st.sampled_from([(), (5, 6)]),
+    "budget": st.sampled_from([1, 2, 7, 16]),
 })  # fmt: skip
+# A row with every option, so that all examples run the same programs.
+EVERY = SamplingConfig(
+    20, 0.9, 1, top_k=9, top_p=0.9, repetition_penalty=1.2, logit_bias=((3, 4.0), (36, -9.0)), eos=(5,), budget=16
+)
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [8], [2, 7, 1, 8]]
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe", "llama"])
-@settings(max_examples=6, derandomize=True)
-@given(asked=OPTIONS, budget=st.sampled_from([2, 8, 16]))
-def test_tokens_are_those_of_plain_decoding(kind, asked, budget):
-    target, head, option = tiny.target(kind), tiny.eagle3(), SamplingConfig(**asked)
-    fast = speculate.generate(target, head, PROMPTS, TreeConfig(budget), option, prefill_chunk=4)
-    plain = speculate.generate(target, None, PROMPTS, None, option)
+@settings(max_examples=12, derandomize=True)  # rounding at a near-tie may part the two, so the examples are fixed
+@given(asked=st.tuples(OPTIONS, OPTIONS))
+def test_tokens_are_those_of_plain_decoding(kind, asked):
+    target, head = tiny.target(kind), tiny.eagle3()
+    options = [*(SamplingConfig(**a) for a in asked), EVERY]
+    fast = speculate.generate(target, head, PROMPTS, TreeConfig(16), options, prefill_chunk=4)
+    plain = speculate.generate(target, None, PROMPTS, None, options)
     assert [r.token_ids for r in fast] == [r.token_ids for r in plain]
 
 
@@ -237,3 +246,17 @@ def test_the_command_draws_its_tree(tmp_path, capsys):
     assert "contradicts --method eagle3" in capsys.readouterr().err
     assert decode.main([*command, "--method=ddtree"]) == 1
     assert "is eagle3; use --method eagle3" in capsys.readouterr().err
+
+
+def test_the_kernels_draw_the_same_tree():
+    """In the interpreter, f32: head sizes that the kernels take, and a tree whose rows are no power of two."""
+    config = dataclasses.replace(tiny.eagle3().config, head_dim=16, num_heads=4)
+    trees = []
+    for backend in (PLAIN_XLA, Hopper()):
+        draft, shapes = eagle3.build(config, jnp.float32, backend)
+        params = tiny.random_like(shapes, 5) | {"d2t": tiny.eagle3().params["d2t"]}
+        draft = draft.shaped(Rule(12, width=5), 3)
+        state = contexts(draft, params, (14,), [9, 4])
+        trees.append(propose(draft, params, state, jnp.array([10, 5]), jnp.array([12, 12]))[0])
+    for a, b in zip(trees[0][:4], trees[1][:4], strict=True):
+        np.testing.assert_array_equal(a, b)
