@@ -168,6 +168,17 @@ def test_contents_are_those_of_the_packages_reader(tmp_path):
     assert len(ours.shapes) == len(theirs.tensors)
 
 
+@pytest.mark.parametrize("source", [LLAMA, QWEN], ids=["llama", "qwen3"])
+def test_a_rope_factor_without_a_type_is_linear(tmp_path, source):
+    """As llama.cpp reads it; a type of "none" or a factor of 0 or 1 scales nothing."""
+    arch = json.loads((source / "config.json").read_text())["model_type"]
+    name = f"{arch}.rope.scaling"
+    refused(write(tmp_path / "m.gguf", source, fields=[(f"{name}.factor", 4.0)]), "RoPE scaling 'linear'")
+    none = (f"{name}.type", "none")
+    for fields in ([(f"{name}.factor", 1.0)], [(f"{name}.factor", 0.0)], [none, (f"{name}.factor", 4.0)]):
+        assert load.load_target(write(tmp_path / "m.gguf", source, fields=fields)).config.rope_scaling is None
+
+
 class TestTokenizer:
     def read(self, tmp_path, **options):
         return load.load_target(write(tmp_path / "m.gguf", vocabulary=byte_level_vocabulary(), **options))
