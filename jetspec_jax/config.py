@@ -136,11 +136,11 @@ class HeadConfig:
         if not self.tap_layers:
             raise ConfigError("target_layer_ids=[]: a head needs at least one tapped layer of the target")
         if len(set(self.tap_layers)) != len(self.tap_layers):
-            raise ConfigError(f"target_layer_ids={list(self.tap_layers)}: a layer is listed twice")
+            raise ConfigError(f"target_layer_ids={shown(list(self.tap_layers))}: a layer is listed twice")
         for tap in self.tap_layers:
             if not 0 <= tap < self.num_target_layers:
                 raise ConfigError(
-                    f"target_layer_ids={list(self.tap_layers)}: {tap} is not a layer of the target; "
+                    f"target_layer_ids={shown(list(self.tap_layers))}: {tap} is not a layer of the target; "
                     f"ids are 0-based, 0..{self.num_target_layers - 1}, and name the output of that layer"
                 )
         if not 0 <= self.mask_token_id < self.vocab_size:
