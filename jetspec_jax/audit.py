@@ -44,7 +44,7 @@ from jetspec_jax.config import MIN_TEMPERATURE, ConfigError, SamplingConfig, Tre
 from jetspec_jax.engine import geometry
 from jetspec_jax.evals import acceptance
 from jetspec_jax.fields import Option
-from jetspec_jax.files import pair
+from jetspec_jax.files import inputs, pair
 from jetspec_jax.files import prompts as prompt_files
 from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.loop import decoder
@@ -98,19 +98,20 @@ def watched(
 def audit(
     target,
     head,
-    prompts: Sequence[Sequence[int]],
+    prompts: Any,
     tree: TreeConfig,
     sampling: SamplingConfig,
     batch: int = 32,
     recheck: bool = True,
 ) -> dict[str, Any]:
-    """Decodes all prompts (token ids) both ways and judges each difference.
+    """Decodes all prompts (token ids, as `inputs.rows` reads them) both ways and judges each difference.
 
     recheck: whether 16-bit ties are confirmed in float32, which takes the memory of the weights in float32.
 
     Returns a dict of plain values: counts, `divergences` (of `Divergence`), `settings`, seconds.
     """
     begin = time.perf_counter()
+    prompts = inputs.rows(prompts)
     found: list[Divergence] = []
     kept: dict[int, tuple[list[int], np.ndarray, np.ndarray]] = {}  # shared tokens, both logits
     tokens = compared = 0

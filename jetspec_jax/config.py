@@ -289,12 +289,12 @@ def check_taps(taps: tuple[int, ...], layers: int) -> None:
     if not taps:
         raise ConfigError("target_layer_ids=[]: a head needs at least one tapped layer of the target")
     if len(set(taps)) != len(taps):
-        raise ConfigError(f"target_layer_ids={list(taps)}: a layer is listed twice")
+        raise ConfigError(f"target_layer_ids={shown(list(taps))}: a layer is listed twice")
     for tap in taps:
         if not 0 <= tap < layers:
             raise ConfigError(
-                f"target_layer_ids={list(taps)}: {tap} is not a layer of the target; ids are 0-based, 0..{layers - 1}, "
-                "and name the output of that layer"
+                f"target_layer_ids={shown(list(taps))}: {tap} is not a layer of the target; "
+                f"ids are 0-based, 0..{layers - 1}, and name the output of that layer"
             )
 
 

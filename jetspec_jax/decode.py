@@ -78,7 +78,8 @@ LINE = command.Line(
 
 
 @command.tool(
-    "decode.py", "end other programs, set XLA_PYTHON_CLIENT_MEM_FRACTION, or take a smaller --budget or --batch"
+    "decode.py",
+    "end other programs, set XLA_PYTHON_CLIENT_MEM_FRACTION, or take a smaller --max_new_tokens, --budget or --batch",
 )
 def main(argv: Sequence[str]) -> int:
     """Parses, decodes, prints; returns the exit status."""
@@ -129,6 +130,7 @@ def _check(args: command.Args) -> None:
     refuse("batch" in args.given and not several, "--batch without --prompt_file: there is one prompt; leave it out")
     drawn = args.show_tree or args.tree_svg
     refuse("tree_round" in args.given and not drawn, "--tree_round without --show_tree or --tree_svg: add one of them")
+    refuse(args.trace and args.trace == args.tree_svg, "--trace and --tree_svg name one file; give each its own")
     other = "json" if args.json else "trace" if args.trace else "batch" if args.batch > 1 else None
     refuse(args.stream and other, f"--stream contradicts --{other}; leave one of them out")
     refuse(args.logprobs and not args.json, "--logprobs without --json: only the JSON object has room for them; add it")
@@ -176,7 +178,7 @@ def _load(args: command.Args, tree: TreeConfig, asked: bool) -> Run:
     from jetspec_jax.files import demo, load
 
     path = args.target or demo.fetch_target()
-    _say(f"loading {args.target or 'the demo target'}")
+    _say(outcome.cut(f"loading {args.target or 'the demo target'}"))
     target = load.load_target(path, args.dtype, args.backend)
     if args.method and not METHODS[args.method].head:
         drafter = METHODS[args.method].drafter

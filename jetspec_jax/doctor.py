@@ -256,7 +256,7 @@ LINE = command.Line(
 )
 
 
-@command.tool("doctor")
+@command.tool("doctor", "a smaller --max_new_tokens")
 def main(argv: Sequence[str]) -> int:
     """Runs the command of the module's docstring, and returns its exit status."""
     args = LINE.parse(argv)

@@ -99,27 +99,27 @@ def line(error: BaseException, full: str = "") -> str:
         error = error.exceptions[0]
     text, kind = str(error), type(error).__name__
     if _ours(error):
-        return _cut(" ".join(text.split()))
+        return cut(" ".join(text.split()))
     text = next(filter(None, map(str.strip, text.splitlines())), "")
     stored = _no_space(error)
     if stored is not None:
-        return _cut(stored)
+        return cut(stored)
     if isinstance(error, OSError):
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
-        return _cut(f"{where}{error.strerror or text}")
+        return cut(f"{where}{error.strerror or text}")
     if isinstance(error, MemoryError):
         return "out of memory; a smaller model, batch or context needs less"
     if isinstance(error, RecursionError):
         return "something is nested too deeply to be read"
     if isinstance(error, UnicodeError):
-        return _cut(f"text that is not UTF-8 ({text})")
+        return cut(f"text that is not UTF-8 ({text})")
     if "initialize backend" in text:  # a plain RuntimeError of jax
-        return _cut(text)
+        return cut(text)
     if any(word in text for word in FULL):
         return f"{text[:200]} (if the device is full: {full or 'end other programs'})"
     if kind in ("JaxRuntimeError", "XlaRuntimeError"):
-        return _cut(text[:300])
-    return _cut(f"{kind}: {text[:300]} (not expected; JETSPEC_TRACEBACK=1 shows where)")
+        return cut(text[:300])
+    return cut(f"{kind}: {text[:300]} (not expected; JETSPEC_TRACEBACK=1 shows where)")
 
 
 def _ours(error: BaseException) -> bool:
@@ -141,8 +141,9 @@ def _no_space(error: BaseException) -> str | None:
     return None
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+def cut(text: str) -> str:
+    """Returns a line of at most `LONGEST` characters, without the middle of a longer one: what helps is at its end."""
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[5 - LONGEST // 2 :]}"
 
 
 def _say(name: str, text: str, status: int) -> int:

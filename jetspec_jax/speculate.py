@@ -143,7 +143,7 @@ def sound(results: Sequence[Result]) -> Sequence[Result]:
 
 
 def start(  # noqa: PLR0913  # the options of a call
-    target: LoadedTarget, head: Any, prompts: Any, tree: Any = None, sampling: Any = None, chat: bool | None = None, *,
+    target: Any, head: Any, prompts: Any, tree: Any = None, sampling: Any = None, chat: bool | None = None, *,
     watch: bool = False, thinking: bool | None = None, prefill_chunk: Any = None,
 ) -> Engine:  # fmt: skip
     """Checks everything, prefills, and returns the engine with all prompts admitted.
@@ -153,10 +153,12 @@ def start(  # noqa: PLR0913  # the options of a call
       watch: whether the text of every row is kept up to date, as streaming needs it.
     """
     prompts, _ = inputs.listed(prompts)
+    if not hasattr(target, "model"):
+        raise ConfigError(f"target={type(target).__name__}: give what load_target returns")
     if head is not None and not hasattr(head, "draft"):
         raise ConfigError(f"head={type(head).__name__}: give what load_head returns, or None for plain decoding")
     if not isinstance(tree, TreeConfig | None):
-        raise ConfigError(f"tree={tree!r}: give a TreeConfig, or None")
+        raise ConfigError(f"tree={fields.shown(tree)}: give a TreeConfig, or None")
     options, chunk = _options(sampling, len(prompts)), _chunk(prefill_chunk)
     if head is not None:
         pair.fits(target, head)
@@ -188,7 +190,9 @@ def _options(sampling, count: int) -> list[SamplingConfig]:
     sampling = SamplingConfig() if sampling is None else sampling
     options = [sampling] * count if isinstance(sampling, SamplingConfig) else sampling
     if not isinstance(options, Sequence) or not all(isinstance(o, SamplingConfig) for o in options):
-        raise ConfigError(f"sampling={sampling!r}: give a SamplingConfig, or a list with one for each prompt")
+        raise ConfigError(
+            f"sampling={fields.shown(sampling)}: give a SamplingConfig, or a list with one for each prompt"
+        )
     if len(options) != count:
         raise ConfigError(f"sampling: {len(options)} configurations for {count} prompts; give one, or one each")
     return list(options)
@@ -197,7 +201,9 @@ def _options(sampling, count: int) -> list[SamplingConfig]:
 def _chunk(given) -> int:
     chunk = DEFAULT_CHUNK if given is None else given
     if not isinstance(chunk, numbers.Integral) or isinstance(chunk, bool) or chunk < 1:
-        raise ConfigError(f"prefill_chunk={chunk}: give a whole number of tokens >= 1 (default {DEFAULT_CHUNK})")
+        raise ConfigError(
+            f"prefill_chunk={fields.shown(chunk)}: give a whole number of tokens >= 1 (default {DEFAULT_CHUNK})"
+        )
     return int(chunk)
 
 

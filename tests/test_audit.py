@@ -11,7 +11,8 @@ import pytest
 import tiny
 
 from jetspec_jax import audit
-from jetspec_jax.config import SamplingConfig, TreeConfig
+from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
+from jetspec_jax.evals import acceptance
 from jetspec_jax.files import load
 
 PAIR = pathlib.Path(__file__).parent / "fixtures" / "peer_parity" / "dense_trained"
@@ -86,6 +87,18 @@ def stub(fault: str, dtype=jnp.float32):
 
 def run(pair, sampling=SAMPLING, **options):
     return audit.audit(*pair, PROMPTS, TREE, sampling, **options)
+
+
+@pytest.mark.parametrize("measure", [audit.audit, acceptance.measure])
+def test_prompts_as_a_tokenizer_returns_them(measure):
+    """A mapping would be taken for a list of its keys, an iterator be used up; text is refused by name."""
+    target, head, rest = tiny.target("dense"), tiny.head(True), (TreeConfig(4), SamplingConfig(3), 2)
+    padded = {"input_ids": np.array([[1, 2, 3], [4, 0, 0]]), "attention_mask": np.array([[1, 1, 1], [1, 0, 0]])}
+    for prompts, count in ((padded, 2), ([[1, 2, 3], [4]], 2), ([1, 2, 3], 1)):
+        assert measure(target, head, prompts, *rest)["prompts"] == count
+    for wrong in (["a"], {"a": [1]}, iter([[1]]), {(1,)}, []):
+        with pytest.raises(ConfigError, match="prompts"):
+            measure(target, head, wrong, *rest)
 
 
 def test_equal_outputs():

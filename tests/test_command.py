@@ -131,8 +131,23 @@ def test_every_method_refuses_what_contradicts_it(method, data):
 
 
 @pytest.mark.parametrize(
+    "option, words",
+    [("--target", "owner/name)"), ("--prompt_file", "name too long"), ("--trace", "name too long")],
+)
+def test_a_long_path_hides_no_reason(option, words, capsys):
+    """The middle of a long line is left out: what is wrong, and what helps, stands at its end."""
+    given = {"--target": "t", "--head": "h", "--prompt_ids": "1"} | {option: "x" * 100_000}
+    if option == "--prompt_file":
+        del given["--prompt_ids"]
+    assert decode.main([word for pair in given.items() for word in pair]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) < 600 and words in lines[-1] and " ... " in lines[-1]
+
+
+@pytest.mark.parametrize(
     "argv, words",
     [
+        (["--prompt_ids=1", "--trace=x", "--tree_svg=x"], "--trace and --tree_svg name one file"),
         (["--promt", "x"], "--promt: no such option; did you mean --prompt?"),
         (["--max-new-tokns=3"], "did you mean --max_new_tokens?"),
         (["--" + "z" * 5000], "--help lists the options"),

@@ -263,6 +263,8 @@ def test_a_stop_text_without_text_is_refused_with_the_id():
         ({"sampling": [None]}, "sampling=[None]"), ({"sampling": []}, "0 configurations for 1 prompts"),
         ({"tree": {"budget": 4}}, "tree={'budget': 4}: give a TreeConfig"),
         ({"head": LOADED}, "head=LoadedTarget: give what"),
+        ({"target": "t"}, "target=str: give what load_target returns"),
+        ({"tree": {"budget": "x" * 1000}}, "xxx...: give a TreeConfig"),
         ({"prompts": 5}, "prompts=5"), ({"chat": True}, "chat=True: token ids"),
     ],
 )  # fmt: skip
@@ -270,7 +272,14 @@ def test_arguments_of_another_kind_are_refused_by_name(given, message):
     arguments = {"target": LOADED, "head": None, "prompts": PROMPT} | given
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
         speculate.start(**arguments)
+    assert len(str(error.value)) < 250
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("ids", [{"input_ids": [1]}, ["a"], [1.0], [True]])
+def test_ids_of_another_kind_are_refused_by_the_check(ids):
+    with pytest.raises(ConfigError, match="is no token of the target"):
+        speculate.check(LOADED, ids, SamplingConfig(2))
 
 
 @pytest.mark.parametrize("given", [{"stop": "\udcff"}, {"bad_words": ["\udcff"]}, {"logit_bias": {3: 10**400}}])

@@ -1,6 +1,7 @@
 """GGUF files written with the `gguf` package, against a Hugging Face folder of the same weights."""
 
 import hashlib
+import json
 import pathlib
 import shutil
 import struct
@@ -79,6 +80,17 @@ def test_contents_are_those_of_the_packages_reader(tmp_path):
         if not key.startswith("GGUF."):
             assert ours.fields.raw[key] == field.contents()
     assert len(ours.shapes) == len(theirs.tensors)
+
+
+@pytest.mark.parametrize("source", [ggufs.LLAMA, ggufs.QWEN], ids=["llama", "qwen3"])
+def test_a_rope_factor_without_a_type_is_linear(tmp_path, source):
+    """As llama.cpp reads it; a type of "none" or a factor of 0 or 1 scales nothing."""
+    arch = json.loads((source / "config.json").read_text())["model_type"]
+    name = f"{arch}.rope.scaling"
+    refused(ggufs.write(tmp_path / "m.gguf", source, fields=[(f"{name}.factor", 4.0)]), "RoPE scaling 'linear'")
+    none = (f"{name}.type", "none")
+    for fields in ([(f"{name}.factor", 1.0)], [(f"{name}.factor", 0.0)], [none, (f"{name}.factor", 4.0)]):
+        assert load.load_target(ggufs.write(tmp_path / "m.gguf", source, fields=fields)).config.rope_scaling is None
 
 
 class TestTokenizer:

@@ -382,6 +382,12 @@ class TestDtype:
         assert load.load_target(folder, "bfloat16").dtype == "bfloat16"
         line = line_of(load.load_target, folder, "float16")
         assert "model.norm.weight" in line and "bfloat16" in line
+        for path in folder.glob("*.safetensors"):  # no dtype would help: it is said where they are computed with
+            tensors = load_file(path)
+            if "model.norm.weight" in tensors:
+                tensors["model.norm.weight"][3] = np.nan
+                save_file(tensors, path)
+        assert load.load_target(folder, "float16").dtype == "float16"
 
 
 class TestFiles:
@@ -439,6 +445,9 @@ class TestFiles:
         (folder / "config.json").unlink()
         line = line_of(load.load_target, folder)
         assert str(folder / "config.json") in line and "no such file" in line
+        assert "; the folder holds " in line
+        (folder / "a.gguf").touch()
+        assert line_of(load.load_target, folder).endswith("no such file; a.gguf is there: name the file itself")
         (folder / "config.json").mkdir()
         assert str(folder / "config.json") in line_of(load.load_target, folder)
 

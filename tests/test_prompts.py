@@ -123,6 +123,8 @@ class TestConversations:
         template = bpe.TEMPLATE.replace(
             "{{ m.content }}", "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
         )
+        old = write(tmp_path, {"messages": [{"role": "assistant", "content": None, "function_call": {"name": "f"}}]})
+        assert ":1: messages: the chat template has no place for function_call" in refused(old, encode=target)
         folder = bpe.make(tmp_path / "t", template)
         knowing = dataclasses.replace(target, _tokenizer=lambda: tokenizer.from_folder(folder))
         shown = knowing.tokenizer.decode(self.ids(tmp_path, knowing, call))

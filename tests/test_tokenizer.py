@@ -118,10 +118,11 @@ class TestEncode:
             ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 0.2 seconds"),
             ("{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(99) }}", "more than 0.2"),
             ("{% for a in range(99999) %}{{ range(99999) | list | length }}{% endfor %}", "more than 0.2 seconds"),
+            ("{{ ('a ' * 2000000) | wordwrap(1) }}", "more than 0.2 seconds"),
             ("{{ 'a' * 1001 }}", "makes 1,001 characters"),
             ("{% for m in messages %}x{% endfor %}" * 1_400_000, "the chat template has 50,400,000 characters"),
         ],
-        ids=["loops", "macros", "lists", "much text", "50 MB"],
+        ids=["loops", "macros", "lists", "a loop of a filter", "much text", "50 MB"],
     )
     def test_a_template_that_never_ends_is_one_line(self, tmp_path, monkeypatch, template, words):
         """In any thread, and tracing is as it was before."""
@@ -141,6 +142,12 @@ class TestEncode:
         before = sys.gettrace()
         render()
         assert sys.gettrace() is before
+
+    def test_a_byte_order_mark_is_no_part_of_a_template(self, tmp_path, tok):
+        folder = bpe.make(tmp_path / "t", None)
+        (folder / "chat_template.jinja").write_bytes(b"\xef\xbb\xbf" + bpe.TEMPLATE.encode())
+        messages = [{"role": "user", "content": "x"}]
+        assert tokenizer.from_folder(folder).encode_chat(messages) == tok.encode_chat(messages)
 
     def test_no_template(self, tmp_path):
         assert not tokenizer.from_folder(bpe.make(tmp_path / "t", None)).has_chat_template

@@ -1,6 +1,7 @@
 """Answers of the target: each once, counted, trimmed, and prompts of its own."""
 
 import json
+import types
 from collections import Counter
 
 import jax
@@ -26,7 +27,7 @@ from jetspec_jax.training import (
     settings,
 )
 from jetspec_jax.training.data import answers as answer_store
-from jetspec_jax.training.data import own_prompts, rows
+from jetspec_jax.training.data import own_prompts, rows, turns
 
 
 def test_answers_are_the_targets_and_come_exactly_once(answered, tmp_path):
@@ -141,6 +142,26 @@ def test_own_prompts_are_asked_beside_the_first_rows(loaded, tmp_path, monkeypat
 def test_wrong_numbers_of_the_answers_command(option, message, tmp_path, capsys):
     assert regenerate.main(["--prompts=p.jsonl", f"--out={tmp_path}", option]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_answers_command_with_its_defaults(monkeypatch, tmp_path, capsys):
+    """Neither --samples nor a rate is given; what the target cannot hold is refused before the first token."""
+    monkeypatch.setattr(load, "load_target", lambda *args: target())
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "ab"}\n{"prompt": "c"}\n')
+    words = [f"--prompts={path}", f"--out={tmp_path / 'out'}", "--target=t", "--batch=2"]
+    assert regenerate.main([*words, "--max_new_tokens=3"]) == 0
+    assert json.loads(capsys.readouterr().out)["sampled"] == 0
+    assert regenerate.main([*words, "--max_new_tokens=600"]) == 1
+    err = capsys.readouterr().err
+    assert "max_new_tokens=600" in err and "the target's context is 512; give at most 50" in err
+
+
+def test_a_prompt_of_tokens_that_the_model_has_not_is_not_asked():
+    small_model = types.SimpleNamespace(tokenizer=small.Letters(), model=types.SimpleNamespace(vocab_size=20))
+    given = [rows.Row("f:1", "1", {"prompt": "012"}), rows.Row("f:2", "2", {"prompt": "az"})]
+    found = regenerate.ask(small_model, given, 64, None)
+    assert found.identities == ["1"] and dict(found.skipped) == {turns.BEYOND: 1}
 
 
 def test_sampled_answers_differ_by_sample_and_come_after_the_greedy_ones(answered, tmp_path):

@@ -9,7 +9,7 @@ from small import (
 )
 
 from jetspec_jax.config import ConfigError
-from jetspec_jax.training.data import examples, rows
+from jetspec_jax.training.data import examples, rows, turns
 
 
 def user(text):
@@ -195,6 +195,29 @@ def test_a_byte_order_mark_and_the_line_of_a_bad_byte(tmp_path):
     assert len([next(found) for _ in range(39)]) == 39
     with pytest.raises(ConfigError, match=r"a.jsonl:40: not UTF-8 text .invalid continuation byte"):
         next(found)
+
+
+def test_a_byte_order_mark_in_the_files_of_a_data_set(tmp_path):
+    write(tmp_path / "train" / "a.jsonl", [{"text": "x"}])
+    (tmp_path / "dataset_dict.json").write_bytes(b'\xef\xbb\xbf{"splits": ["train"]}')
+    assert len(list(rows.read(tmp_path))) == 1
+
+
+def test_an_answer_that_the_limit_cut_is_not_learnt_as_ended():
+    """`regenerate` says so of its rows; only what the target wrote is learnt."""
+    value = {"messages": [user("ab"), answer("cd"), user("e"), answer("fgh")]}
+    ended, _ = build([value | {"finish_reason": "stop"}])
+    cut, _ = build([value | {"finish_reason": "length"}])
+    assert shown(ended[0]) == ".....cd$....fgh$" and shown(cut[0]) == ".....cd$....fgh."
+    given = [rows.Row("f:0", "0", value), rows.Row("f:1", "1", value | {"finish_reason": "length"})]
+    kept, report = examples.build(given, Letters(), (1,), 64, None, "all", drop_truncated=True)
+    assert [e.identity for e in kept] == ["0"] and dict(report.dropped) == {"cut at the limit": 1}
+
+
+def test_tokens_that_the_model_has_not_are_not_learnt():
+    given = [rows.Row("f:0", "0", {"text": "012"}), rows.Row("f:1", "1", {"text": "az"})]
+    kept, report = examples.build(given, Letters(), (1,), 64, None, "all", vocabulary=20)
+    assert [e.identity for e in kept] == ["0"] and dict(report.dropped) == {turns.BEYOND: 1}
 
 
 def test_rows_that_would_be_cut_can_be_left_out():

@@ -143,6 +143,8 @@ def test_content_in_parts():
         "messages": [{"role": "user", "content": [part("a"), part("b")]}, {"role": "assistant", "content": ["im"]}]
     }
     assert learnt(PLAIN, value) == ["im<|im_end|>"]
+    value["messages"][0]["content"].append({"text": "c"})  # as decoding reads it
+    assert learnt(PLAIN, value) == ["im<|im_end|>"]
     value["messages"][0]["content"].append({"type": "image_url", "image_url": {}})
     assert learnt(PLAIN, value) == "a part of a message that is no text but 'image_url'"
     value["messages"][0]["content"] = []

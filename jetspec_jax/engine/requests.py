@@ -11,7 +11,7 @@ import numpy as np
 
 from jetspec_jax.engine import geometry as sizes
 from jetspec_jax.engine.geometry import Geometry
-from jetspec_jax.fields import ConfigError, shown
+from jetspec_jax.fields import ConfigError, shown, whole
 from jetspec_jax.loop.processors import Bias, Penalties, Sampling
 from jetspec_jax.loop.state import Request
 from jetspec_jax.options import SamplingConfig
@@ -27,12 +27,14 @@ def resolve(target, option: SamplingConfig) -> SamplingConfig:
         texts = [text for text in getattr(option, name) if isinstance(text, str)]
         if texts and target.tokenizer is None:
             instead = "give stop_token_ids" if name == "stop" else "give sequences of token ids (in Python)"
-            raise ConfigError(f"{name}={texts[0]!r}: {target.source} has no tokenizer; {instead}, or leave it out")
+            raise ConfigError(f"{name}={shown(texts[0])}: {target.source} has no tokenizer; {instead}, or leave it out")
     for text in option.stop:
         ids = target.tokenizer.encode(text)
         if ids and not target.tokenizer.decode(ids):
             named = ",".join(map(str, ids))
-            raise ConfigError(f"stop={text!r}: special tokens are no part of the text; give stop_token_ids={named}")
+            raise ConfigError(
+                f"stop={shown(text)}: special tokens are no part of the text; give stop_token_ids={named}"
+            )
     eos = () if option.ignore_eos else target.eos if option.eos is None else option.eos
     return dataclasses.replace(option, eos=tuple(eos), bad_words=_banned(target, option))
 
@@ -49,12 +51,12 @@ def _banned(target, option: SamplingConfig) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def check(target, ids: Sequence[int], option: SamplingConfig) -> None:
+def check(target, ids: Any, option: SamplingConfig) -> None:
     """Raises ConfigError where a prompt and its options do not fit the target."""
     if not ids:
         raise ConfigError("prompt: no tokens; give at least one")
     vocab, limit = target.model.vocab_size, target.config.context_length
-    bad = [i for i in ids if not 0 <= i < vocab]
+    bad = [i for i in ids if not whole(i) or not 0 <= i < vocab]
     if bad:
         raise ConfigError(f"prompt: {shown(bad[0])} is no token of the target; ids are 0..{vocab - 1}")
     if len(ids) > limit:

@@ -120,6 +120,7 @@ class Row:
 def _broken(dtype: str, position: int) -> str:
     advice = "try float32 or bfloat16" if dtype == "float16" else "the weights, or what is computed of them, are broken"
     advice = "try float32" if dtype == "bfloat16" else advice
+    advice += "" if dtype == "float32" else "; where that fails too, the weights are broken"
     return f"the target's logits are not finite in {dtype} at position {position}; {advice}"
 
 

@@ -28,15 +28,16 @@ import numpy as np
 from jetspec_jax import baseline, command, speculate
 from jetspec_jax.config import SamplingConfig, TreeConfig
 from jetspec_jax.fields import ConfigError, Option
-from jetspec_jax.files import pair
+from jetspec_jax.files import inputs, pair
 from jetspec_jax.files import prompts as prompt_files
 
 
-def measure(target, head, prompts: list[list[int]], tree: TreeConfig, sampling: SamplingConfig, batch: int) -> dict:
-    """Decodes all prompts (token ids); returns pooled acceptance length, its interval, counts and seconds.
+def measure(target, head, prompts: Any, tree: TreeConfig, sampling: SamplingConfig, batch: int) -> dict:
+    """Decodes all prompts (token ids, as `inputs.rows` reads them); returns what `pooled` says of them.
 
     Prompts are sorted by length, so that a batch pads little; the batch does not change a row's tokens.
     """
+    prompts = inputs.rows(prompts)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     found: dict[int, speculate.Result] = {}
     begin = time.perf_counter()

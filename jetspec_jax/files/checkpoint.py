@@ -92,7 +92,9 @@ def assemble(
             raise ConfigError(f"{where}: {fusion.names()[0]} is stored as {whole.dtype}; {need}")
         with np.errstate(over="ignore"):  # said below
             cast = whole.astype(shape.dtype)
-        if shape.dtype == np.float16 and not np.isfinite(cast).all():
+        if (
+            shape.dtype == np.float16 and not (np.isfinite(cast) == np.isfinite(whole)).all()
+        ):  # else it was broken before
             raise ConfigError(f"{where}: {fusion.names()[0]} does not fit float16; use dtype bfloat16 or float32")
         return place(cast)
 

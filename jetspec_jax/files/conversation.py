@@ -10,6 +10,8 @@ from typing import Any
 
 from jetspec_jax.fields import ConfigError, Fields, shown
 
+CALLS = ("tool_calls", "function_call")  # under its new and its old name
+
 
 def checked(messages: Any) -> list[dict[str, Any]]:
     """Returns the messages with content as text, in their order.
@@ -26,10 +28,10 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     fields = Fields(message, where)
     fields.text("role")
     content = fields.raw.get("content")
-    calls = fields.tables("tool_calls")
+    fields.tables("tool_calls")
     if isinstance(content, list | tuple):
         content = "".join(_part(part, f"{where}: content[{i}]") for i, part in enumerate(content))
-    elif content is None and calls:
+    elif content is None and any(fields.raw.get(key) for key in CALLS):
         content = ""
     elif not isinstance(content, str):
         raise fields.wrong("content", "text, or a list of text parts, is needed")

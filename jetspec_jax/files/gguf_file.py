@@ -100,11 +100,12 @@ class GGUF:
         if "model.embed_tokens.weight" not in self.shapes:
             raise ConfigError(f"{self.path}: the tensor token_embd.weight is missing")
         head_dim = fields.whole(own("attention.key_length"), default=max(hidden // heads, 1))
-        scaling = fields.text(own("rope.scaling.type"), "none")
+        # A factor without a type is linear; 0 is none.
+        factors = (own("rope.scaling.factor"), own("rope.scale_linear"))
+        scaled = any(fields.real(key, 0, 1e9, 1.0) not in (0.0, 1.0) for key in factors)
+        scaling = fields.text(own("rope.scaling.type"), "linear" if scaled else "none")
         if "rope_freqs.weight" in self.shapes:
             scaling = "llama3"  # its factors are a tensor
-        elif fields.real(own("rope.scale_linear"), 0, 1e9, 1.0) != 1.0:
-            scaling = "linear"
         if scaling != "none":
             what = f"RoPE scaling {shown(scaling)} of a GGUF file is not supported"
             raise ConfigError(f"{self.path}: {what}; give the safetensors folder")

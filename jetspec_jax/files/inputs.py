@@ -36,6 +36,19 @@ def listed(prompts: Any) -> tuple[list[Prompt], bool]:
     return [_one(prompt) for prompt in prompts], False
 
 
+def rows(prompts: Any) -> list[list[int]]:
+    """Returns the token ids of several prompts, as `listed` reads them; one prompt alone is a list of one.
+
+    Raises:
+      ConfigError: one of them is text, which only a target can encode.
+    """
+    found = listed(prompts)[0]
+    for prompt in found:
+        if isinstance(prompt, str):
+            raise ConfigError(f"prompts: {shown(prompt)} is text; give token ids (speculate.prompt_ids makes them)")
+    return [list(prompt) for prompt in found if not isinstance(prompt, str)]
+
+
 def _one(prompt: Any) -> Prompt:
     """Returns one prompt of a list: text, or ids as Python numbers."""
     if isinstance(prompt, Mapping) or hasattr(prompt, "input_ids"):

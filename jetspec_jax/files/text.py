@@ -66,11 +66,33 @@ def read(path: Path, most: int = MOST) -> str:
 
 
 def read_json(path: Path, most: int = MOST) -> dict[str, Any]:
-    """Returns the JSON object that a file holds; `fields.Fields` reads its values."""
-    value = parse(read(path, most), str(path))
+    """Returns the JSON object that a file holds; `fields.Fields` reads its values.
+
+    Raises:
+      ConfigError: there is none, and the line says what its folder holds instead; or it is no JSON object.
+    """
+    try:
+        content = read(path, most)
+    except ConfigError as error:
+        if path.parent.is_dir() and str(error).endswith("no such file"):
+            raise ConfigError(f"{error}; {_held(path.parent)}") from None
+        raise
+    value = parse(content, str(path))
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: a JSON object is needed")
     return value
+
+
+def _held(folder: Path) -> str:
+    """Returns what a folder holds, for a message."""
+    held = sorted(os.listdir(folder))
+    models = [name for name in held if name.endswith(".gguf")]
+    if models:
+        return f"{models[0]} is there: name the file itself"
+    if not held:
+        return "the folder is empty"
+    more = f" and {len(held) - 3} more" if len(held) > 3 else ""
+    return f"the folder holds {', '.join(held[:3])}{more}"
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,14 +83,15 @@ class Tokenizer:
         turns, template = conversation.checked(messages), str(self._inner.chat_template or "")
         if len(template) > MOST_TEMPLATE:
             raise ConfigError(f"messages: the chat template has {len(template):,} characters, which none needs")
-        if "tool_calls" not in template and any(turn.get("tool_calls") for turn in turns):
-            raise ConfigError("messages: the chat template has no place for tool_calls; take them out")
+        for key in conversation.CALLS:
+            if key not in template and any(turn.get(key) for turn in turns):
+                raise ConfigError(f"messages: the chat template has no place for {key}; take them out")
         extra = {} if thinking is None else {"enable_thinking": thinking}
         render = lambda: self._inner.apply_chat_template(
             turns, tokenize=False, add_generation_prompt=answer_follows, **extra
         )
         try:
-            written = bounded.run(render, RENDER_SECONDS, "<template>")  # jinja's name for what it compiles
+            written = bounded.run(render, RENDER_SECONDS, _looped())
         except Exception as error:  # templates raise what they like
             raise ConfigError(f"messages: the chat template refuses them ({_line(error)})") from None
         if len(written) > MOST_WRITTEN:
@@ -153,6 +155,8 @@ def from_folder(folder: pathlib.Path) -> Tokenizer | None:
         for path in sorted(folder.glob("*token*.json")):
             text.read_json(path)  # says which file it is, where one is no JSON
         raise ConfigError(f"{folder}: its tokenizer cannot be read ({_line(error)})") from None
+    if isinstance(inner.chat_template, str):
+        inner.chat_template = inner.chat_template.removeprefix("\ufeff")  # of the file, else a token of every prompt
     return Tokenizer(inner)
 
 
@@ -284,6 +288,19 @@ def _kinds(fields: Fields, tokens: Sequence[str]) -> Sequence[int]:
     if len(kinds) != len(tokens):
         raise ConfigError(f"{fields.where}: tokenizer.ggml.token_type: {len(kinds)} entries for {len(tokens)} tokens")
     return kinds
+
+
+def _looped() -> set[str]:
+    """Returns the files whose loops a template can make long; `<template>` is jinja's name for a template.
+
+    All of jinja that rendering needs is imported here, where no time is counted.
+    """
+    import jinja2.ext
+    import jinja2.filters
+    import jinja2.sandbox
+    import jinja2.utils
+
+    return {"<template>", *(str(module.__file__) for module in (jinja2.filters, jinja2.utils, textwrap))}
 
 
 def _line(error: Exception) -> str:

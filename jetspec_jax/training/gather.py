@@ -68,6 +68,7 @@ def gather(
         known, report = examples.build(
             itertools.islice(rows.read(read), config.max_prompts or None), target.tokenizer, target.eos,
             config.sequence_length, config.thinking_switch, config.text_loss, config.drop_truncated,
+            target.config.vocab_size,
         )  # fmt: skip
         for line in report.lines():
             log(line)

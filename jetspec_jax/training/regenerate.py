@@ -84,6 +84,8 @@ def ask(target, source, longest: int, thinking: bool | None, limit: int = 0) -> 
                 raise turns.Unusable("the id of an earlier row")
             messages = turns.question(row.value)
             ids = target.tokenizer.encode_chat(messages, thinking)
+            if max(ids, default=0) >= target.model.vocab_size:
+                raise turns.Unusable(turns.BEYOND)
             if len(ids) > longest:
                 raise turns.Unusable(f"a prompt of more than {longest} tokens")
         except (turns.Unusable, ConfigError) as reason:
@@ -157,11 +159,11 @@ def regenerate(  # noqa: PLR0913  # keys of the configuration
     Returns whether all are there; False when time ran out, and the same call later finishes.
 
     Raises:
-      ConfigError: the folder holds answers to other prompts, of another target, or made with other numbers.
+      ConfigError: the folder holds answers to other prompts, of another target, or made with other numbers; or a
+        prompt with its answer may be longer than the target's context.
     """
     lengths = np.array([len(p) for p in prompts])
-    if lengths.min() < 1 or lengths.max() > max_prompt:
-        raise ValueError(f"prompts of {lengths.min()}..{lengths.max()} tokens; 1..{max_prompt} are expected")
+    _fit(lengths, max_prompt, max_new, target.config.context_length)
     order = np.argsort(lengths, kind="stable")
     # Greedy answers first: with little time left they are the more useful half.
     jobs = [
@@ -213,6 +215,18 @@ def regenerate(  # noqa: PLR0913  # keys of the configuration
     if pending:
         store.write(folder, part, store.concatenate(pending))
     return done == len(jobs)
+
+
+def _fit(lengths: np.ndarray, max_prompt: int, max_new: int, context: int) -> None:
+    """Raises ConfigError where a prompt with its answer is longer than the target's context."""
+    least, most = lengths.min(), lengths.max()
+    if least < 1 or most > max_prompt:
+        raise ValueError(f"prompts of {least}..{most} tokens; 1..{max_prompt} are expected")
+    if most + max_new > context:
+        raise ConfigError(
+            f"max_new_tokens={max_new}: with a prompt of {most} tokens that is {most + max_new}, and the target's "
+            f"context is {context}; give at most {context - most}"
+        )
 
 
 def counts(prompts: Prompts, known: Answers) -> dict[str, Any]:
@@ -283,7 +297,7 @@ LINE = command.Line(
         command.THINKING,
         dataclasses.replace(command.MAX_PROMPT_TOKENS, help="Longer prompts are not asked."),
         dataclasses.replace(command.SAMPLING["max_new_tokens"], low=1),
-        Option("samples", "whole", "Sampled answers beside the greedy one."),
+        Option("samples", "whole", "Sampled answers beside the greedy one.", 0),
         Option("temperature", "number", "Of those.", 0.8, low=0, high=10, above=True),
         dataclasses.replace(command.BATCH, default=64),
         Option("save_batches", "whole", "Batches in one file of answers.", 1, low=1),

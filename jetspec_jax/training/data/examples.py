@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jetspec_jax.config import ConfigError
+from jetspec_jax.fields import TOKEN
 from jetspec_jax.files.tokenizer import Tokenizer
 from jetspec_jax.training.data import turns
 from jetspec_jax.training.data.rows import Row
@@ -62,7 +63,7 @@ def learnable(learnt: np.ndarray) -> bool:
     return bool((learnt[:-1] & learnt[1:]).any())
 
 
-def build(
+def build(  # noqa: PLR0913  # keys of the configuration
     rows: Iterable[Row],
     tokenizer: Tokenizer | None,
     eos: tuple[int, ...],
@@ -70,6 +71,7 @@ def build(
     thinking: bool | None,
     text: str,
     drop_truncated: bool = False,
+    vocabulary: int = TOKEN + 1,
 ) -> tuple[list[Example], Report]:
     """Returns examples of at most `longest` tokens; a longer row is cut, and dropped where nothing learnt is left.
 
@@ -79,7 +81,8 @@ def build(
       longest: tokens of an example.
       thinking: switch of the chat template.
       text: "all" learns all of a {"text"} row; "assistant" only what lies between the template's marks.
-      drop_truncated: leave out a row that would be cut.
+      drop_truncated: leave out a row that would be cut, and one whose answer a limit has cut (`finish_reason`).
+      vocabulary: tokens of the target; a row with another one is dropped.
 
     Raises:
       ConfigError: no row gives anything to learn from; the line shows one.
@@ -92,6 +95,10 @@ def build(
             if row.identity in known:
                 raise Unusable("the id of an earlier row")
             tokens, learnt = encode(row.value)
+            if tokens.max(initial=0) >= vocabulary:
+                raise Unusable(turns.BEYOND)
+            if drop_truncated and _unfinished(row.value):
+                raise Unusable("cut at the limit")
             if not learnable(learnt):
                 few = learnt.any()
                 raise Unusable("an answer of one token" if few else "no supervised token")
@@ -105,7 +112,7 @@ def build(
         known.add(row.identity)
         report.used += 1
         report.truncated += len(tokens) > longest
-        kept.append(Example(row.identity, tokens[:longest], learnt[:longest]))
+        kept.append(Example(row.identity, tokens[:longest].astype(np.int32), learnt[:longest]))
     if not kept:
         why, example = next(iter(report.example.items()), ("", "the data set is empty"))
         raise ConfigError(
@@ -119,6 +126,11 @@ def _counts(report: Report) -> str:
     return ", ".join(f"{n} {why}" for why, n in report.dropped.most_common())
 
 
+def _unfinished(value: Any) -> bool:
+    """Whether a row of `regenerate` says that the limit cut its answer."""
+    return isinstance(value, dict) and value.get("finish_reason") == "length"
+
+
 class _Encoder:
     """Token ids of a row and which of them are learnt."""
 
@@ -129,9 +141,12 @@ class _Encoder:
 
     def __call__(self, value: Any) -> tuple[np.ndarray, np.ndarray]:
         try:
-            return self._join(
-                self._plain(value["text"]) if turns.plain(value) else self._chat(turns.conversation(value))
-            )
+            if turns.plain(value):
+                return self._join(self._plain(value["text"]))
+            pieces = list(self._chat(turns.conversation(value)))
+            if _unfinished(value):  # the target did not end its last turn
+                pieces[-1] = pieces[-1]._replace(closing="")
+            return self._join(pieces)
         except ConfigError as error:  # the template or the tokenizer refuses
             raise Unusable(str(error)) from None
 
@@ -147,7 +162,7 @@ class _Encoder:
             marks[: end + 1] = [True] * (end + 1)
             ids += fresh
             learnt += marks
-        return np.array(ids, np.int32), np.array(learnt, bool)
+        return np.array(ids, np.int64), np.array(learnt, bool)
 
     def _chat(self, row: turns.Conversation) -> Iterator[Piece]:
         if not self._tokenizer.has_chat_template:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jetspec_jax.config import ConfigError
+from jetspec_jax.files import text
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
 BATCH = 1024  # rows of a columnar file that are turned into objects at a time
@@ -50,12 +51,12 @@ def _files(path: Path) -> list[Path]:
             raise ConfigError(f"{path}: rows come from {', '.join(SUFFIXES)} files; this one ends in {path.suffix!r}")
         return [path]
     if (path / "dataset_dict.json").is_file():
-        splits = _json(path / "dataset_dict.json").get("splits") or []
+        splits = text.read_json(path / "dataset_dict.json").get("splits") or []
         if "train" not in splits:
             raise ConfigError(f"{path}: it has the splits {', '.join(map(str, splits))}; name one of these folders")
         path = path / "train"
     if (path / "state.json").is_file():
-        named = _json(path / "state.json").get("_data_files") or []
+        named = text.read_json(path / "state.json").get("_data_files") or []
         files = [path / str(entry.get("filename")) for entry in named if isinstance(entry, dict)]
     else:
         files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
@@ -68,14 +69,6 @@ def _files(path: Path) -> list[Path]:
         if not file.is_file():
             raise ConfigError(f"{file}: the data set names this file, but there is none")
     return files
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not JSON ({error})") from None
-    return found if isinstance(found, dict) else {}
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:

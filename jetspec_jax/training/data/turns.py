@@ -26,6 +26,9 @@ class Unusable(Exception):
     """A row gives nothing to learn from; the text is the reason under which it is counted."""
 
 
+BEYOND = "a token beyond the target's vocabulary"  # of a tokenizer that knows more than the model
+
+
 class Piece(NamedTuple):
     """A part of a rendered row, tokenised apart from the others."""
 
@@ -85,7 +88,7 @@ def _message(message: Any) -> Message:
 def _part(part: Any) -> str:
     if isinstance(part, str):
         return part
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
     if kind != "text" or not isinstance(part.get("text"), str):
         raise Unusable(f"a part of a message that is no text but {str(kind)[:40]!r}")
     return part["text"]
