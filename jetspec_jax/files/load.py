@@ -99,7 +99,8 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
             f"{where}: {name} is {ours}, the target's ({target.source}) is {theirs}; "
             "this head belongs to another target"
         )
-    tensors = _WithoutBorrowed(checkpoint.Folder(path), family.keeps, family.spare)
+    sizes = target.config.vocab_size, target.config.hidden_size
+    tensors = _WithoutBorrowed(checkpoint.Folder(path), family.keeps, family.spare, sizes)
     families.refuse_foreign_tensors(family, tensors.shapes, str(path))
     if tensors.borrowed:
         _warn(f"{path}: {', '.join(tensors.borrowed)} ignored; a head borrows the target's")
@@ -166,10 +167,16 @@ def _metadata(path: pathlib.Path, config, target: LoadedTarget) -> dict[str, Any
 
 
 class _WithoutBorrowed:
-    """Hides an embedding or lm_head that some trainers leave in a head's file, unless the family keeps its own."""
+    """Hides an embedding or lm_head that some trainers leave in a head's file, unless the family keeps its own.
 
-    def __init__(self, inner: checkpoint.Folder, keeps: Collection[str] = (), spare: Collection[str] = ()):
-        self.borrowed = sorted(n for n in inner.shapes if n in checkpoint.BORROWED and n not in keeps)
+    spare: what the family's files hold anyway; of the target's sizes it is a copy of the target's.
+    """
+
+    def __init__(
+        self, inner: checkpoint.Folder, keeps: Collection[str], spare: Collection[str], sizes: tuple[int, int]
+    ):
+        copies = {n for n in spare if inner.shapes.get(n) == sizes}
+        self.borrowed = sorted(n for n in inner.shapes if n in checkpoint.BORROWED and n not in {*keeps, *copies})
         self.shapes = {n: s for n, s in inner.shapes.items() if n not in self.borrowed and n not in spare}
         self.read = inner.read
 
