@@ -101,6 +101,8 @@ class BlockDraft:
 
     depth may be smaller than the block allows. A causal head then runs fewer slots: the first are exact without the
     rest. A bidirectional one runs the whole block.
+
+    temperature: divides the logits of each depth before candidates are ranked (`evals/calibrate.py`); () is 1 for all.
     """
 
     config: HeadConfig
@@ -108,6 +110,7 @@ class BlockDraft:
     rule: Rule
     graphdef: nnx.GraphDef = dataclasses.field(compare=False, repr=False)
     backend: XLA = PLAIN_XLA
+    temperature: tuple[float, ...] = ()
 
     first: ClassVar[int] = 1  # slot that predicts the token after the anchor
 
@@ -147,6 +150,8 @@ class BlockDraft:
 
     def propose(self, params, state: HeadState, choice: Choice, budget, ends: Ends) -> tuple[Tree, HeadState]:
         logits, state = self.logits(params, state, choice.anchor, choice.past.length, ends)
+        if self.temperature:
+            logits = logits / self._temperatures()[:, None]
         return choice.tree(self.rule, logits, budget, self.backend.grow), state
 
     def logits(
@@ -179,6 +184,13 @@ class BlockDraft:
 
     def shaped(self, rule: Rule, depth: int) -> BlockDraft:
         return dataclasses.replace(self, rule=rule, depth=depth)
+
+    def calibrated(self, temperature: tuple[float, ...]) -> BlockDraft:
+        """Returns the draft with a temperature for each position of the whole block; () takes them out."""
+        return dataclasses.replace(self, temperature=temperature)
+
+    def _temperatures(self) -> Float[Array, " D"]:
+        return jnp.array(self.temperature[: self.depth], jnp.float32)
 
     def _module(self, params) -> Head:
         return nnx.merge(self.graphdef, nnx.State(params))

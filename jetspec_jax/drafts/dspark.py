@@ -64,7 +64,10 @@ class DSpark(Head):
 
 @dataclasses.dataclass(frozen=True)
 class DSparkDraft(BlockDraft):
-    """The head as pure functions; implements `contracts.Draft`. A width of 1 is a chain, any other PCTree's tree."""
+    """The head as pure functions; implements `contracts.Draft`. A width of 1 is a chain, any other PCTree's tree.
+
+    temperature: divides the confidence, and nothing that ranks candidates.
+    """
 
     config: DSparkConfig
 
@@ -116,7 +119,8 @@ class DSparkDraft(BlockDraft):
     def confidence(self, params, hidden: Float[Array, "B D E"], before: Int[Array, "B D"]) -> Float[Array, "B D"]:
         """Returns the logit with which the head expects each token of a chain to be accepted, if all before it are.
 
-        The running product of their sigmoids is the probability that the chain survives so far.
+        The running product of their sigmoids is the probability that the chain survives so far: what
+        `loop.budgets.chain_lengths` asks for.
 
         Args:
           params: of the head.
@@ -130,7 +134,8 @@ class DSparkDraft(BlockDraft):
         if not self.config.confidence:
             raise ConfigError("enable_confidence_head=False: this head was trained without a confidence")
         rows = (hidden, head.markov.embed(before)) if self.config.confidence_markov else (hidden,)
-        return head.confidence.logits(*rows)
+        logits = head.confidence.logits(*rows)
+        return logits / self._temperatures() if self.temperature else logits
 
     def _chain(
         self, head: DSpark, hidden: jax.Array, base: jax.Array, anchor: jax.Array, rank: Callable[..., jax.Array]

@@ -14,6 +14,7 @@ import jax
 from jetspec_jax.backends.choose import resolve
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.drafts import families
+from jetspec_jax.drafts.block import BlockDraft
 from jetspec_jax.fields import ConfigError, Fields, shown
 from jetspec_jax.files import cache_folder, checkpoint, pair, text, tokenizer, xla
 from jetspec_jax.files.gguf_file import GGUF
@@ -112,10 +113,13 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
     if wrong:
         raise ConfigError(f"{path}: {wrong}")
     jax.block_until_ready(params)
+    metadata = _metadata(path / checkpoint.HEAD_META, config, target)
+    temperature = pair.temperatures(config, Fields(metadata, checkpoint.HEAD_META))
+    if isinstance(draft, BlockDraft):
+        draft = draft.calibrated(temperature)
     return LoadedHead(
-        draft, params, config, str(source), _metadata(path / checkpoint.HEAD_META, config, target),
-        time.perf_counter() - begin, target.fingerprint, family.name,
-    )  # fmt: skip
+        draft, params, config, str(source), metadata, time.perf_counter() - begin, target.fingerprint, family.name
+    )
 
 
 def load_drafter(name: str, target: LoadedTarget, config: Any = None) -> LoadedHead:
