@@ -34,7 +34,7 @@ LINE = command.Line(
         Option(
             "method", "choice",
             f"{'; '.join(f'{name}: {method.help}' for name, method in METHODS.items())}. Default: the head's family; "
-            "jetspec where --budget, --width or --tree ask a bidirectional head for a tree.",
+            "where --budget, --width or --tree ask a chain's head for a tree, jetspec (dflash) or pctree (dspark).",
             choices=tuple(METHODS),
         ),
         Option("prompt", "text", "Prompt text."),

@@ -118,6 +118,11 @@ class Fields:
         """Returns a list of whole numbers of a range, () where it is absent."""
         return self._list(key, f"a list of whole numbers in {low}..{high}", lambda x: whole(x) and low <= x <= high)
 
+    def reals(self, key: str, low: float, high: float) -> tuple[float, ...]:
+        """Returns a list of numbers of a range, () where it is absent."""
+        values = self._list(key, f"a list of numbers in {low:g}..{high:g}", lambda x: real(x) and low <= x <= high)
+        return tuple(map(float, values))
+
     def texts(self, key: str) -> tuple[str, ...]:
         """Returns a list of texts, () where it is absent."""
         return self._list(key, "a list of texts", lambda x: isinstance(x, str))

@@ -43,19 +43,24 @@ def _exact(tree: TreeConfig, head) -> TreeConfig:
 
 NO_DRAFT = ("head", "budget", "width", "depth", "tree", "sharpness", "trace", "show_tree", "tree_svg", "compare")
 LOOKED_UP = ("head", "width", "tree", "sharpness")
-METHODS = {
+METHODS = {  # the first of a family's that draws a tree is the one for options that ask for a tree
     "jetspec": Method("a tree from a head's block", ("jetspec", "dflash"), _given, ()),
     "dflash": Method("the chain of a bidirectional head", ("dflash",), _chain, ("budget", "width", "tree")),
     "ddtree": Method("the most probable tree of a bidirectional head", ("dflash",), _exact, ("width", "tree")),
     "eagle3": Method("the dynamic tree of an EAGLE-3 head", ("eagle3",), _given, ("tree",)),
+    "dspark": Method("the chain of a DSpark head", ("dspark",), _chain, ("budget", "width", "tree")),
+    "pctree": Method(
+        "the tree of a DSpark head, in which siblings have children of their own", ("dspark",), _given, ("tree",)
+    ),
     "ngram": Method("what followed the last tokens before, without a head", (), _given, LOOKED_UP, "ngram"),
     "autoregressive": Method("no draft", (), _given, NO_DRAFT),
 }
 
 
 def usual(head, wants_tree: bool) -> str:
-    """Returns the method of a head where none is given: its family, or jetspec where options ask a block for a tree."""
-    return "jetspec" if wants_tree and head.family in METHODS["jetspec"].families else head.family
+    """Returns the method of a head where none is given: its family, or what draws a tree where options ask for one."""
+    drawing = (name for name, row in METHODS.items() if head.family in row.families and "budget" not in row.refused)
+    return next(drawing, head.family) if wants_tree else head.family
 
 
 def tree(name: str, given: TreeConfig, head) -> TreeConfig:

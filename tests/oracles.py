@@ -141,6 +141,29 @@ def head_hidden(config, params, block, features) -> np.ndarray:
     return rms_norm(h, p(params, "norm"), config.norm_eps)
 
 
+def dspark_logits(config, params, hidden, base, path) -> np.ndarray:
+    """Logits [V] of DSpark's next slot after a path [anchor, token, ...], in f64: the Markov head, path by path.
+
+    hidden, base: of all slots, [D, E] and [D, V]; the slot is that of the path's last token.
+    """
+    slot, kind = len(path) - 1, config.markov
+    if not config.markov_rank:
+        return base[slot]
+    p = {name: np.asarray(x, np.float64) for name, x in params["markov"].items()}
+    sigmoid = lambda x: 1 / (1 + np.exp(-x))
+    row = p["w1"][path[-1]]
+    if kind == "gated":
+        row = row * sigmoid(np.concatenate([hidden[slot], row]) @ p["gate"] + p["gate_bias"])
+    if kind == "rnn":
+        memory = np.zeros(config.markov_rank)
+        for k, token in enumerate(path):
+            z = np.concatenate([memory, p["w1"][token], hidden[k]]) @ p["joint"] + p["joint_bias"]
+            gate, new, out = z.reshape(3, -1)
+            memory = sigmoid(gate) * memory + (1 - sigmoid(gate)) * np.tanh(new)
+        row = np.tanh(out)
+    return base[slot] + p["w2"] @ row
+
+
 def processed(logits, context, prompt_length: int, option, ends=()) -> np.ndarray:
     """f64 scores [V] of the next token after `context` (prompt + output): transformers' processors, one by one, and
     the two OpenAI penalties after the repetition penalty. Dropped tokens have -inf; equal logits stay together."""

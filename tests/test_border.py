@@ -274,7 +274,7 @@ class TestHeadsOfOthers:
         "top, block, name",
         [
             ({"markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True}, BLOCK, "DSpark"),
-            ({"architectures": ["Qwen3DSparkModel"], "mask_token_id": 63, "target_layer_ids": [1]}, None, "DSpark"),
+            ({"architectures": ["Qwen3DSparkModel"]}, BLOCK, "DSpark"), ({"markov_rank": 256}, None, "DSpark"),
             ({"projector_type": "dspark"}, BLOCK, "DSpark"),
             ({}, BLOCK | {"projector_type": "domino", "emb_dim": 256, "gru_hidden_dim": 1024}, "Domino"),
             ({"architectures": ["DominoDraftModel"]}, BLOCK, "Domino"),

@@ -18,8 +18,9 @@ import numpy as np
 from jetspec_jax.backends.xla import PLAIN_XLA, XLA
 from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
 from jetspec_jax.drafts import block as blocks
+from jetspec_jax.drafts import dspark as dsparks
+from jetspec_jax.drafts import dspark_files, eagle3_files
 from jetspec_jax.drafts import eagle3 as eagles
-from jetspec_jax.drafts import eagle3_files
 from jetspec_jax.engine.geometry import Geometry
 from jetspec_jax.files import pair
 from jetspec_jax.files.pair import LoadedTarget
@@ -126,6 +127,22 @@ def head(causal: bool, seed: int = 1, block: int = 5) -> LoadedHead:
     config = head_config(causal, block)
     draft, shapes = blocks.build(config, jnp.float32)
     return LoadedHead(draft, random_like(shapes, seed), config)
+
+
+@functools.lru_cache(None)
+def dspark(markov: str = "vanilla", seed: int = 1, block: int = 4, **changes) -> LoadedHead:
+    """A random DSpark head for the tiny targets, whose tokens depend as much on the token before as on the block."""
+    shape = dataclasses.asdict(head_config(False, block)) | {"rope_scaling": None}
+    usual = {"markov_rank": 6, "markov": markov, "confidence": True, "confidence_markov": True}
+    config = dspark_files.DSparkConfig(**shape | usual | changes)
+    draft, shapes = dsparks.build(config, jnp.float32)
+    params = random_like(shapes, seed)
+    if config.markov_rank:
+        stretch = lambda name, x: x - 1 if "bias" in name else 3 * x
+        params["markov"] = {name: stretch(name, x) for name, x in params["markov"].items()}
+        if markov == "rnn":  # the slot speaks last and would drown what is remembered
+            params["markov"]["joint"] = params["markov"]["joint"].at[-config.hidden_size :].divide(6)
+    return dataclasses.replace(LoadedHead(draft, params, config), family="dspark")
 
 
 @functools.lru_cache(None)

@@ -8,7 +8,7 @@ positions after the anchor.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from jetspec_jax.backends.xla import PLAIN_XLA, XLA
 from jetspec_jax.config import ConfigError, HeadConfig
 from jetspec_jax.layers import cache as kv_cache
-from jetspec_jax.layers import masks
+from jetspec_jax.layers import masks, vocabulary
 from jetspec_jax.layers.cache import Cache
 from jetspec_jax.layers.numerics import einsum, rms_norm
 from jetspec_jax.loop.choice import Choice
@@ -101,6 +101,8 @@ class BlockDraft:
 
     depth may be smaller than the block allows. A causal head then runs fewer slots: the first are exact without the
     rest. A bidirectional one runs the whole block.
+
+    temperature: divides the logits of each depth before candidates are ranked (`evals/calibrate.py`); () is 1 for all.
     """
 
     config: HeadConfig
@@ -108,6 +110,9 @@ class BlockDraft:
     rule: Rule
     graphdef: nnx.GraphDef = dataclasses.field(compare=False, repr=False)
     backend: XLA = PLAIN_XLA
+    temperature: tuple[float, ...] = ()
+
+    first: ClassVar[int] = 1  # slot that predicts the token after the anchor
 
     def __post_init__(self):
         if not 1 <= self.depth <= self.config.depth:
@@ -145,6 +150,8 @@ class BlockDraft:
 
     def propose(self, params, state: HeadState, choice: Choice, budget, ends: Ends) -> tuple[Tree, HeadState]:
         logits, state = self.logits(params, state, choice.anchor, choice.past.length, ends)
+        if self.temperature:
+            logits = logits / self._temperatures()[:, None]
         return choice.tree(self.rule, logits, budget, self.backend.grow), state
 
     def logits(
@@ -154,16 +161,36 @@ class BlockDraft:
 
         anchor: the token at position length - 1.
         """
+        hidden, state = self.hidden(params, state, anchor, length, ends)
+        return ends.logits(hidden), state
+
+    def guesses(
+        self, params, state: HeadState, anchor: Int[Array, " B"], length: Int[Array, " B"], ends: Ends
+    ) -> Int[Array, "B D"]:
+        """Returns the tokens of the D positions from `length` on that the head takes for the most probable."""
+        return vocabulary.best(self.logits(params, state, anchor, length, ends)[0])
+
+    def hidden(
+        self, params, state: HeadState, anchor: Int[Array, " B"], length: Int[Array, " B"], ends: Ends
+    ) -> tuple[Float[Array, "B D E"], HeadState]:
+        """Runs the block: what the target's lm_head reads of the D drafted slots, and the state after it."""
         head = self._module(params)
         block = jnp.pad(anchor[:, None], ((0, 0), (0, self.slots - 1)), constant_values=self.config.mask_token_id)
         context = head.context(state.pending)
         at = state.count, state.context, state.length
         hidden, cache = head(ends.embed(block), length - 1, context, *at, self.backend)
         state = state._replace(context=cache, length=state.length + state.count, count=jnp.zeros_like(state.count))
-        return ends.logits(hidden[:, 1 : self.depth + 1]), state
+        return hidden[:, self.first : self.first + self.depth], state
 
     def shaped(self, rule: Rule, depth: int) -> BlockDraft:
         return dataclasses.replace(self, rule=rule, depth=depth)
+
+    def calibrated(self, temperature: tuple[float, ...]) -> BlockDraft:
+        """Returns the draft with a temperature for each position of the whole block; () takes them out."""
+        return dataclasses.replace(self, temperature=temperature)
+
+    def _temperatures(self) -> Float[Array, " D"]:
+        return jnp.array(self.temperature[: self.depth], jnp.float32)
 
     def _module(self, params) -> Head:
         return nnx.merge(self.graphdef, nnx.State(params))

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from jetspec_jax.drafts import block, block_files, eagle3, eagle3_files, ngram, synthetic
+from jetspec_jax.drafts import block, block_files, dspark, dspark_files, eagle3, eagle3_files, ngram, synthetic
 from jetspec_jax.fields import ConfigError, Fields
 from jetspec_jax.loop.contracts import Draft
 
@@ -21,8 +21,8 @@ class Family(NamedTuple):
     reads: whether a `config.json` is one of this family. config: its configuration, of (raw, where, warn, and the
     target's, or None). names: a tree like its parameters, of `models.names.Fusion`s. objective: dotted name of the
     module that trains it. marks: what it is told by, of the tables below. keeps: tensors called like the target's that
-    are its own; any other is ignored. spare: tensors that say nothing new. check: what is wrong with parameters that
-    were read, of (config, params).
+    are its own; any other is ignored. spare: tensors that say nothing new, copies of the target's among them. check:
+    what is wrong with parameters that were read, of (config, params).
     """
 
     name: str
@@ -57,6 +57,10 @@ FAMILIES = (
         "eagle3", eagle3.build, eagle3_files.reads, eagle3_files.config, eagle3_files.names,
         marks=frozenset({EAGLE, SMALL}), keeps=frozenset({"lm_head.weight"}), spare=frozenset({"t2d"}),
         check=eagle3_files.check,
+    ),
+    Family(
+        "dspark", dspark.build, dspark_files.reads, dspark_files.config, dspark_files.names,
+        marks=frozenset({DSPARK}), spare=frozenset({"embed_tokens.weight", "lm_head.weight"}),
     ),
     Family("ngram", ngram.build),
     Family("synthetic", synthetic.build),
@@ -98,7 +102,8 @@ def of_config(raw: Mapping[str, Any], where: str) -> Family:
             return family
     for mark, (table, key) in marks.items():
         if not any(mark in family.marks for family in read):
-            raise table.wrong(key, f"a head {_with(mark)} is {_not_supported()}")
+            layout = " in this layout" if any(mark in family.marks for family in FAMILIES) else ""
+            raise table.wrong(key, f"a head {_with(mark)}{layout} is {_not_supported()}")
     if read:
         raise ConfigError(f"{where}: a head {' and '.join(map(_with, marks))}: one family has no such mixture")
     tables = " or ".join(block_files.TABLES)

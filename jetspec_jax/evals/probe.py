@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jetspec_jax.backends.xla import PLAIN_XLA
 from jetspec_jax.config import HeadConfig, default_taps
-from jetspec_jax.drafts import block
+from jetspec_jax.drafts import families
 from jetspec_jax.layers import masks
 from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.loop.contracts import Ends, Seen
@@ -81,7 +82,7 @@ def runs(target, head, found: Texts, config: HeadConfig) -> tuple[np.ndarray, np
         tap_layers=tuple(range(len(config.tap_layers))),
         mask_token_id=0,
     )
-    draft = block.build(own, head.params["fc"].dtype)[0]
+    draft = families.of_config(own.to_hf(), "config.json").build(own, head.params["fc"].dtype, PLAIN_XLA)[0]
     slots = found.tokens.shape[1]
     wide = found.layers.shape[-1] // config.num_target_layers
     features = jnp.concatenate([found.layers[..., i * wide : (i + 1) * wide] for i in config.tap_layers], -1)
@@ -112,8 +113,7 @@ def _guesses(  # noqa: PLR0913  # arrays of one program
     state = draft.init(params, tokens.shape[0], tokens.shape[1] + draft.depth + 1)
     state = draft.extend(params, state, Seen(features, jnp.zeros_like(anchors), anchors, tokens, path=False), ends)
     anchor = jnp.take_along_axis(tokens, anchors[:, None], 1)[:, 0]
-    logits, _ = draft.logits(params, state, anchor, anchors + 1, ends)
-    return jnp.argmax(logits, -1)
+    return draft.guesses(params, state, anchor, anchors + 1, ends)
 
 
 def variants(head: HeadConfig, target, words: int | None) -> Iterator[Variant]:

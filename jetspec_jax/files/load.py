@@ -14,6 +14,7 @@ import jax
 from jetspec_jax.backends.choose import resolve
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.drafts import families
+from jetspec_jax.drafts.block import BlockDraft
 from jetspec_jax.fields import ConfigError, Fields, shown
 from jetspec_jax.files import cache_folder, checkpoint, pair, text, tokenizer, xla
 from jetspec_jax.files.gguf_file import GGUF
@@ -99,7 +100,8 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
             f"{where}: {name} is {ours}, the target's ({target.source}) is {theirs}; "
             "this head belongs to another target"
         )
-    tensors = _WithoutBorrowed(checkpoint.Folder(path), family.keeps, family.spare)
+    sizes = target.config.vocab_size, target.config.hidden_size
+    tensors = _WithoutBorrowed(checkpoint.Folder(path), family.keeps, family.spare, sizes)
     families.refuse_foreign_tensors(family, tensors.shapes, str(path))
     if tensors.borrowed:
         _warn(f"{path}: {', '.join(tensors.borrowed)} ignored; a head borrows the target's")
@@ -111,10 +113,13 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
     if wrong:
         raise ConfigError(f"{path}: {wrong}")
     jax.block_until_ready(params)
+    metadata = _metadata(path / checkpoint.HEAD_META, config, target)
+    temperature = pair.temperatures(config, Fields(metadata, checkpoint.HEAD_META))
+    if isinstance(draft, BlockDraft):
+        draft = draft.calibrated(temperature)
     return LoadedHead(
-        draft, params, config, str(source), _metadata(path / checkpoint.HEAD_META, config, target),
-        time.perf_counter() - begin, target.fingerprint, family.name,
-    )  # fmt: skip
+        draft, params, config, str(source), metadata, time.perf_counter() - begin, target.fingerprint, family.name
+    )
 
 
 def load_drafter(name: str, target: LoadedTarget, config: Any = None) -> LoadedHead:
@@ -166,10 +171,16 @@ def _metadata(path: pathlib.Path, config, target: LoadedTarget) -> dict[str, Any
 
 
 class _WithoutBorrowed:
-    """Hides an embedding or lm_head that some trainers leave in a head's file, unless the family keeps its own."""
+    """Hides an embedding or lm_head that some trainers leave in a head's file, unless the family keeps its own.
 
-    def __init__(self, inner: checkpoint.Folder, keeps: Collection[str] = (), spare: Collection[str] = ()):
-        self.borrowed = sorted(n for n in inner.shapes if n in checkpoint.BORROWED and n not in keeps)
+    spare: what the family's files hold anyway; of the target's sizes it is a copy of the target's.
+    """
+
+    def __init__(
+        self, inner: checkpoint.Folder, keeps: Collection[str], spare: Collection[str], sizes: tuple[int, int]
+    ):
+        copies = {n for n in spare if inner.shapes.get(n) == sizes}
+        self.borrowed = sorted(n for n in inner.shapes if n in checkpoint.BORROWED and n not in {*keeps, *copies})
         self.shapes = {n: s for n, s in inner.shapes.items() if n not in self.borrowed and n not in spare}
         self.read = inner.read
 

@@ -12,13 +12,14 @@ import sys
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from jetspec_jax.config import ModelConfig
+from jetspec_jax.config import HeadConfig, ModelConfig
 from jetspec_jax.drafts import families
 from jetspec_jax.fields import ConfigError, Fields, shown, switch
 from jetspec_jax.files import tokenizer
 from jetspec_jax.loop.contracts import Draft, Target
 
 MANY, HARDLY = 32, 1.1  # rounds, and tokens a round (one is the target's own), from which drafts are called useless
+TEMPERATURES = 0.01, 100.0  # of a calibration; one beyond makes a depth certain, or a guess among all tokens
 _SAID: set[Hashable] = set()
 
 
@@ -154,12 +155,34 @@ def oddities(config, found: dict[str, Any]) -> dict[str, str]:
         ("thinking", lambda: fields.flag("thinking")),
         ("target_fingerprint", lambda: fields.text("target_fingerprint", "")),
         ("training_length", lambda: fields.whole("training_length", config.depth + 1, default=config.depth + 1)),
+        ("calibration", lambda: temperatures(config, fields)),
     ):
         try:
             read()
         except ConfigError as error:
             lines[key] = str(error).removeprefix(": ")
     return lines
+
+
+def temperatures(config, fields: Fields) -> tuple[float, ...]:
+    """Returns the temperatures of a head's jetspec.json, one for each position of its block; () where it has none.
+
+    Raises:
+      ConfigError: they cannot be meant, or are for a family that has no use for them.
+    """
+    if not fields.has("calibration"):
+        return ()
+    table = fields.table("calibration")
+    if not isinstance(config, HeadConfig):
+        raise fields.wrong("calibration", "only heads that draft a block have one")
+    table.whole("version", 1, 1)
+    found = table.reals("temperature", *TEMPERATURES)
+    if len(found) != config.depth:
+        raise table.wrong("temperature", f"{config.depth} numbers are needed, one for each drafted position")
+    table.text("fitted_on", "")
+    for key in ("ece_before", "ece_after"):
+        table.real(key, 0, 1, 0.0)
+    return found
 
 
 def metadata(head) -> dict:

@@ -45,7 +45,7 @@ class Choice(NamedTuple):
         return jnp.take_along_axis(self.past.tokens, self.past.length[:, None] - 1, 1)[:, 0]
 
     def foresee(
-        self, logits: Float[Array, "B R V"], sharpness: float, level: int | None = None
+        self, logits: Float[Array, "B R V"], sharpness: float, level: int | Int[Array, ""] | None = None
     ) -> Float[Array, "B R V"]:
         """Bends draft logits as the target's choice will be bent: by bias, penalties of what is there, and the noise.
 
@@ -62,7 +62,8 @@ class Choice(NamedTuple):
         logits = processors.bias_and_penalties(logits, self.sampling, self.counts)
         if self.noise is None or not sharpness:
             return logits
-        known = self.noise[:, : logits.shape[1]] if level is None else self.noise[:, level : level + 1]
+        rows = self.noise[:, : logits.shape[1]]
+        known = rows if level is None else jax.lax.dynamic_slice_in_dim(self.noise, level, 1, 1)
         ranked = sharpness * (logits / self.sampling.scale + NOISE_SHARE * known)
         return jnp.where(self.sampling.greedy[:, None, None], logits, ranked)
 
