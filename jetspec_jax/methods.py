@@ -41,8 +41,10 @@ def _exact(tree: TreeConfig, head) -> TreeConfig:
     return dataclasses.replace(tree, width=MAX_BUDGET, builder="best_first")
 
 
-NO_DRAFT = ("head", "budget", "width", "depth", "tree", "sharpness", "trace", "show_tree", "tree_svg", "compare")
-LOOKED_UP = ("head", "width", "tree", "sharpness")
+NO_DRAFT = (
+    "head", "budget", "width", "depth", "tree", "sharpness", "window", "trace", "show_tree", "tree_svg", "compare",
+)  # fmt: skip
+LOOKED_UP = ("head", "width", "tree", "sharpness", "window")
 METHODS = {  # the first of a family's that draws a tree is the one for options that ask for a tree
     "jetspec": Method("a tree from a head's block", ("jetspec", "dflash"), _given, ()),
     "dflash": Method("the chain of a bidirectional head", ("dflash",), _chain, ("budget", "width", "tree")),

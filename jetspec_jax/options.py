@@ -63,6 +63,11 @@ class TreeConfig:
         "best_first: the most probable nodes; accum_logp: whole sibling groups, as the published engine builds them.",
         name="tree", choices=TREE_BUILDERS,
     )  # fmt: skip
+    window: int | None = option(
+        "whole", None,
+        "Committed tokens, the last ones, that a head looks back at; 0 is all. Changes the speed and never the output. "
+        "Default: as the head's jetspec.json says, else all.",
+    )  # fmt: skip
     sharpness: float = option(
         "number", SHARPNESS,
         "How far sampled drafts trust the known noise. Changes the speed and never the output.",

@@ -218,7 +218,12 @@ def _draft(head, tree: TreeConfig, nodes: int):
     if nodes == 1:
         return PLAIN
     rule = Rule(nodes, tree.builder, tree.width or 0, float(tree.sharpness))
-    return head.draft.shaped(rule, min(tree.depth or head.draft.depth, nodes - 1))
+    draft = head.draft.shaped(rule, min(tree.depth or head.draft.depth, nodes - 1))
+    if tree.window is None:
+        return draft
+    if not hasattr(draft, "windowed"):
+        raise ConfigError(f"window={tree.window}: this drafter has no context to look back at; leave the option out")
+    return draft.windowed(tree.window)
 
 
 def _said(tree: TreeConfig, draft) -> dict[str, Any]:

@@ -36,10 +36,10 @@ def keep(draft, params, state, rows, counts):
     return draft.extend(params, state, tiny.seen(rows, counts, path=True), tiny.NO_ENDS)
 
 
-def reference(loaded, row: int, context: int, slots: int):
-    """Anchor at position `context`: its token, and masks."""
+def reference(loaded, row: int, context: int, slots: int, first: int = 0):
+    """Anchor at position `context`: its token, and masks. first: position of the first row of the context."""
     block = [TOKENS[row, context]] + [loaded.config.mask_token_id] * (slots - 1)
-    return oracles.head_hidden(loaded.config, loaded.params, EMBED[jnp.array(block)], FEATURES[row, :context])
+    return oracles.head_hidden(loaded.config, loaded.params, EMBED[jnp.array(block)], FEATURES[row, first:context])
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
@@ -50,6 +50,33 @@ def test_equals_numpy(causal):
     hidden, _ = propose(loaded.draft, loaded.params, state, [c + 1 for c in contexts])
     for row, context in enumerate(contexts):
         tiny.close(hidden[row], reference(loaded, row, context, 5)[1:])
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("window", [1, 3, 6, 23, 24])
+def test_a_window_is_a_context_that_begins_later(window, batch):
+    """Rotations are relative, so the block of a longer context sees what that of its last rows alone would see."""
+    loaded = tiny.head(True)
+    draft = loaded.draft.windowed(window)
+    contexts = jnp.array([9, 4])
+    state = prefill(draft, loaded.params, FEATURES[:, :9], contexts)
+    hidden, state = windowed(draft, loaded.params, state, batch, contexts + 1)
+    for row in range(batch):
+        first = max(0, int(contexts[row]) - window)
+        tiny.close(hidden[row], reference(loaded, row, int(contexts[row]), 5, first)[1:])
+    rows = jnp.stack([FEATURES[0, 9:14], FEATURES[1, 4:9]])[:batch]  # a round of 3 and 1 moves the window
+    state = keep(draft, loaded.params, state, rows, jnp.array([3, 1])[:batch])
+    hidden, _ = windowed(draft, loaded.params, state, batch, contexts + jnp.array([4, 2]))
+    for row, context in ((0, 12), (1, 5))[:batch]:
+        tiny.close(hidden[row], reference(loaded, row, context, 5, max(0, context - window))[1:])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def windowed(draft, params, state, batch, length):
+    """`propose` of the first rows alone: one row is read in another way."""
+    few = jax.tree.map(lambda x: x[:batch], state)
+    anchor = jnp.take_along_axis(TOKENS[:batch], length[:batch, None] - 1, 1)[:, 0]
+    return draft.logits(params, few, anchor, length[:batch], Ends(lambda t: EMBED[t], lambda hidden: hidden))
 
 
 def test_masks_differ():

@@ -19,6 +19,7 @@ from jetspec_jax.backends.xla import PLAIN_XLA
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.drafts import block
 from jetspec_jax.engine import requests as engine_requests
+from jetspec_jax.files import load
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.state import LENGTH, NONFINITE, STOP
 from jetspec_jax.models import qwen3
@@ -310,3 +311,17 @@ def test_every_backend_that_runs_f32(name, monkeypatch):
     said = tiny.request([[3, 1, 4, 1, 5], [9, 0]], 12, **options)
     alone = tiny.decode(static, {"target": broken, "draft": draft}, said)
     assert alone.reason.tolist() == [LENGTH, NONFINITE] and tiny.outputs(alone) == [tiny.outputs(wanted)[0], []]
+
+
+@pytest.mark.parametrize("head", [tiny.head(True), tiny.eagle3()], ids=["block", "eagle3"])
+def test_a_window_changes_no_token(head):
+    """Drafts look back at few tokens; they change, and what is committed does not."""
+    target = tiny.target("dense")
+    prompts, option = [[3, 1, 4, 1, 5, 9, 2, 6], [8], [2, 7, 1, 8]], SamplingConfig(20, eos=())
+    plain = speculate.generate(target, None, prompts, None, option)
+    runs = [speculate.generate(target, head, prompts, TreeConfig(16, window=w), option) for w in (0, 2)]
+    for run in runs:
+        assert [r.token_ids for r in run] == [r.token_ids for r in plain]
+    assert [r.accept_lengths for r in runs[0]] != [r.accept_lengths for r in runs[1]]
+    with pytest.raises(ConfigError, match="window=5: this drafter has no context"):
+        speculate.generate(target, load.load_drafter("ngram", target), [1], TreeConfig(8, window=5), option)

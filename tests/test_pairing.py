@@ -111,7 +111,8 @@ class TestTheHeadsOwnWords:
     @pytest.mark.parametrize(
         "key, values",
         [
-            ("training_length", ["512", 3, True, -1, 1.5, [9]]), ("thinking", ["off", ["on"], {}, 1]),
+            ("training_length", ["512", 3, True, -1, 1.5, [9]]), ("context_window", ["512", True, -1, 1.5]),
+            ("thinking", ["off", ["on"], {}, 1]),
             ("target_fingerprint", [3, ["a"], True]),
         ],
     )  # fmt: skip

@@ -47,7 +47,7 @@ class Head(Stack):
         angles = self.angles(positions)
         return tuple(layer.context_kv(context, angles) for layer in self.layers)
 
-    def __call__(
+    def __call__(  # noqa: PLR0913  # arrays of one pass
         self,
         block: Float[Array, "B T E"],
         start: Int[Array, " B"],
@@ -56,6 +56,7 @@ class Head(Stack):
         cache: Cache,
         length: Int[Array, " B"],
         backend: XLA = PLAIN_XLA,
+        window: int = 0,
     ) -> tuple[Float[Array, "B T E"], Cache]:
         """Returns hidden states of the block for the target's lm_head, and the cache with the new context in it.
 
@@ -70,6 +71,7 @@ class Head(Stack):
           cache: keys and values of the context so far.
           length: its rows.
           backend: what computes.
+          window: rows of the context, the last ones, that the block sees; 0 is all.
         """
         rows, slots = context.shape[1], block.shape[1]
         positions = [length[:, None] + jnp.arange(rows), start[:, None] + jnp.arange(slots)]
@@ -80,7 +82,7 @@ class Head(Stack):
 
         def attend(i, q, fresh):
             (kv,) = backend.commit((cache[i],), (fresh,), new, length)
-            return backend.attend(q[:, rows:], fresh, mask, kv, length + count), kv
+            return backend.attend(q[:, rows:], fresh, mask, *kv_cache.latest(kv, length + count, window)), kv
 
         ran = self.run(block, angles, attend, backend, context)
         return ran.hidden, ran.kept
@@ -102,6 +104,8 @@ class BlockDraft:
     depth may be smaller than the block allows. A causal head then runs fewer slots: the first are exact without the
     rest. A bidirectional one runs the whole block.
 
+    window: committed tokens, the last ones, that the block looks back at; 0 is all. A head knows no distances that its
+      training rows did not have.
     temperature: divides the logits of each depth before candidates are ranked (`evals/calibrate.py`); () is 1 for all.
     """
 
@@ -111,6 +115,7 @@ class BlockDraft:
     graphdef: nnx.GraphDef = dataclasses.field(compare=False, repr=False)
     backend: XLA = PLAIN_XLA
     temperature: tuple[float, ...] = ()
+    window: int = 0
 
     first: ClassVar[int] = 1  # slot that predicts the token after the anchor
 
@@ -178,7 +183,7 @@ class BlockDraft:
         block = jnp.pad(anchor[:, None], ((0, 0), (0, self.slots - 1)), constant_values=self.config.mask_token_id)
         context = head.context(state.pending)
         at = state.count, state.context, state.length
-        hidden, cache = head(ends.embed(block), length - 1, context, *at, self.backend)
+        hidden, cache = head(ends.embed(block), length - 1, context, *at, self.backend, self.window)
         state = state._replace(context=cache, length=state.length + state.count, count=jnp.zeros_like(state.count))
         return hidden[:, self.first : self.first + self.depth], state
 
@@ -188,6 +193,10 @@ class BlockDraft:
     def calibrated(self, temperature: tuple[float, ...]) -> BlockDraft:
         """Returns the draft with a temperature for each position of the whole block; () takes them out."""
         return dataclasses.replace(self, temperature=temperature)
+
+    def windowed(self, window: int) -> BlockDraft:
+        """Returns the draft that looks back at so many committed tokens; 0 is all."""
+        return dataclasses.replace(self, window=window)
 
     def _temperatures(self) -> Float[Array, " D"]:
         return jnp.array(self.temperature[: self.depth], jnp.float32)

@@ -104,13 +104,17 @@ class _Level(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3Draft:
-    """The head as pure functions; implements `contracts.Draft`."""
+    """The head as pure functions; implements `contracts.Draft`.
+
+    window: committed tokens, the last ones, that a row looks back at; 0 is all.
+    """
 
     config: Eagle3Config
     depth: int
     rule: Rule
     graphdef: nnx.GraphDef = dataclasses.field(compare=False, repr=False)
     backend: XLA = PLAIN_XLA
+    window: int = 0
 
     def __post_init__(self):
         if not 1 <= self.depth <= self.config.depth:
@@ -129,6 +133,10 @@ class Eagle3Draft:
     def shaped(self, rule: Rule, depth: int) -> Eagle3Draft:
         width = min(rule.width or WIDTH, rule.nodes - 1, self.config.draft_vocab_size)
         return dataclasses.replace(self, rule=dataclasses.replace(rule, width=max(width, 1)), depth=depth)
+
+    def windowed(self, window: int) -> Eagle3Draft:
+        """Returns the draft that looks back at so many committed tokens; 0 is all."""
+        return dataclasses.replace(self, window=window)
 
     def init(self, params, batch: int, capacity: int) -> Eagle3State:
         c, dtype = self.config, params["fc"].dtype
@@ -166,7 +174,8 @@ class Eagle3Draft:
         # Only the last row drafts; it sees the context, the pending rows and itself.
         last = jnp.maximum(state.count - 1, 0)[:, None]
         take = lambda x: jnp.take_along_axis(x, last.reshape(-1, *[1] * (x.ndim - 1)), 1)
-        attended = self.backend.attend(take(q), kv, rows <= last[..., None], state.context, state.start)
+        seen = kv_cache.latest(state.context, state.start, self.window)
+        attended = self.backend.attend(take(q), kv, rows <= last[..., None], *seen)
         output, normed = head.after(take(feature), attended, self.backend)
         first = _Level(output, jnp.zeros((*output.shape[:2], 0), bool), (), ())
 
@@ -207,7 +216,7 @@ class Eagle3Draft:
         own = jnp.broadcast_to(jnp.eye(count, dtype=bool), (len(feature), count, count))
         sees = jnp.concatenate([take(above.above), own], -1)
         fresh = jnp.concatenate(keys, 2), jnp.concatenate(values, 2)
-        attended = self.backend.attend(q, fresh, sees, context, length)
+        attended = self.backend.attend(q, fresh, sees, *kv_cache.latest(context, length, self.window))
         output, normed = head.after(feature, attended, self.backend)
         return _Level(output, sees, keys, values), normed
 

@@ -117,6 +117,8 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
     temperature = pair.temperatures(config, Fields(metadata, checkpoint.HEAD_META))
     if isinstance(draft, BlockDraft):
         draft = draft.calibrated(temperature)
+    if hasattr(draft, "windowed"):
+        draft = draft.windowed(metadata.get("context_window", 0))
     return LoadedHead(
         draft, params, config, str(source), metadata, time.perf_counter() - begin, target.fingerprint, family.name
     )

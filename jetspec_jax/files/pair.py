@@ -118,7 +118,8 @@ def _mode(target, asked: bool | None) -> bool | None:
 def note_length(head, longest: int) -> None:
     """Says once that a request goes beyond the rows that the head was trained on."""
     trained, config = metadata(head).get("training_length"), getattr(head, "config", None)
-    if isinstance(trained, int) and longest > trained:
+    window = getattr(getattr(head, "draft", None), "window", 0)
+    if isinstance(trained, int) and longest > trained and not 0 < window <= trained:
         said = f"trained on rows of {trained} tokens"
     elif config is not None and longest > config.max_positions:
         said = f"made for {config.max_positions} positions"
@@ -155,6 +156,7 @@ def oddities(config, found: dict[str, Any]) -> dict[str, str]:
         ("thinking", lambda: fields.flag("thinking")),
         ("target_fingerprint", lambda: fields.text("target_fingerprint", "")),
         ("training_length", lambda: fields.whole("training_length", config.depth + 1, default=config.depth + 1)),
+        ("context_window", lambda: fields.whole("context_window", 0, default=0)),
         ("calibration", lambda: temperatures(config, fields)),
     ):
         try:

@@ -38,6 +38,24 @@ def write(cache: Cache, new: Cache, start: Int[Array, " B"]) -> Cache:
     return tuple((one(k, nk), one(v, nv)) for (k, v), (nk, nv) in zip(cache, new, strict=True))
 
 
+def latest(layer: KV, length: Int[Array, " B"], window: int) -> tuple[KV, Int[Array, " B"]]:
+    """Returns the last `window` committed slots of each row of a layer's cache, and how many of them are committed.
+
+    Keys are rotated by where they stand, so it does not matter in which slot they lie. A window of 0, or one that the
+    whole cache fits into, returns what is given.
+    """
+    if not 0 < window < layer[0].shape[2]:
+        return layer, length
+    first = jnp.maximum(length - window, 0)
+
+    def cut(x):
+        if len(x) == 1:  # one contiguous read, no gather
+            return jax.lax.dynamic_slice_in_dim(x, first[0], window, 2)
+        return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, window, 1))(x, first)
+
+    return (cut(layer[0]), cut(layer[1])), length - first
+
+
 def take(new: Cache, rows: Int[Array, "B R"]) -> Cache:
     """Gathers rows of fresh K/V [B, K, T, H] along T: the accepted path, on its way into the cache."""
     index = rows[:, None, :, None]

@@ -120,6 +120,7 @@ def write(
         "target_fingerprint": target.fingerprint,
         "thinking": config.thinking_switch,
         "training_length": counts["longest"],
+        "context_window": counts["longest"],  # no distance between rows is longer in what was learnt
         "training_steps": trained.step,
     }
     checkpoint.save_head(folder, recipe.head, finished, metadata, SHARD_BYTES)
