@@ -1,6 +1,7 @@
 """Conversations that the target holds with itself, and long prompts about documents."""
 
 import ast
+import json
 import types
 
 import numpy as np
@@ -175,3 +176,14 @@ def test_documents_are_whole_definitions_and_long_docstrings(tmp_path, monkeypat
             assert not d.text.startswith("def first")  # with its decorator
         assert d.text in documents.prompt(d) and documents.prompt(d) == documents.prompt(d)
         assert any(request in documents.prompt(d) for request in documents.ABOUT_CODE + documents.ABOUT_TEXT)
+
+
+def test_the_command_writes_prompts(tmp_path, monkeypatch, capsys):
+    made = [documents.Document("p", "text", f"word {i} " * 300) for i in range(3)]
+    monkeypatch.setattr(documents, "collect", lambda count: made[:count])
+    path = tmp_path / "d.jsonl"
+    assert documents.main(["--out", str(path), "--count=2"]) == 0
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["id"] for row in rows] == ["document_p/0", "document_p/1"]
+    assert rows[0]["messages"] == [{"role": "user", "content": documents.prompt(made[0])}]
+    assert documents.main(["--out", str(tmp_path)]) == 1 and "--out=" in capsys.readouterr().err

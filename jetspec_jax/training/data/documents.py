@@ -1,5 +1,7 @@
 """Long prompts: source files and documentation of installed packages, with a request about them.
 
+    python -m jetspec_jax.training.data.documents --out documents.jsonl --count 500
+
 The packages, their licences and the files that are passed over are those of `code_prompts`. A document is a run of
 whole top-level definitions of one file, or the long docstrings of one, so that nothing begins or ends in the middle;
 the target writes what is asked about it.
@@ -7,13 +9,23 @@ the target writes what is asked about it.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the slow imports
+    from jetspec_jax import outcome
+
+    outcome.start("jetspec_jax.training.data.documents")
+
 import ast
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from jetspec_jax import command
+from jetspec_jax.config import ConfigError
+from jetspec_jax.evals import formats
+from jetspec_jax.fields import Option
+from jetspec_jax.training import files
 from jetspec_jax.training.data import code_prompts
 
 SHORTEST, LONGEST = 1_200, 13_000  # characters: about 300 to 3,500 tokens
@@ -119,3 +131,27 @@ def _prose(tree: ast.Module) -> Iterator[tuple[str, str]]:
                 text = ast.get_docstring(item)
                 if text and len(text) >= PROSE:
                     yield item.name, text
+
+
+LINE = command.Line(
+    __doc__,
+    [
+        Option("out", "text", "JSONL file to write.", required=True, metavar="FILE"),
+        Option("count", "whole", "Documents at most.", 500, low=1),
+    ],
+)
+
+
+@command.tool("documents")
+def main(argv: Sequence[str]) -> int:
+    """Runs the command of the module's docstring, and returns its exit status."""
+    args = LINE.parse(argv)
+    out = Path(args.out)
+    if not out.parent.is_dir() or out.is_dir():
+        raise ConfigError(f"--out={out}: give the name of a file in a folder that is there")
+    found = collect(args.count)
+    rows = [formats.message(f"document_{d.package}/{i}", prompt(d)) for i, d in enumerate(found)]
+    with files.whole(out) as unfinished:
+        formats.write(unfinished, rows)
+    print(f"{out}: {len(rows)} prompts about documents")
+    return 0
