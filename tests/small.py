@@ -106,7 +106,7 @@ def batch(packed: packing.Packed, rows, parts: int = 1) -> Batch:
 @functools.lru_cache(None)
 def start(r: Recipe) -> step.TrainState:
     """The state before the first step."""
-    return jax.jit(lambda norm: step.init(r, norm))(target().params["norm"])
+    return jax.jit(lambda params: step.init(r, params))(target().params)
 
 
 RUN = {

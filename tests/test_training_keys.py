@@ -79,6 +79,7 @@ PROOFS = {
     "forward_kl": Proof(0.5, "step"),
     "reverse_kl": Proof(0.5, "step"),
     "cross_entropy": Proof(0.5, "step"),
+    "total_variation": Proof(0.5, "step"),
     "loss_temperature": Proof(2.0, "step"),
     "loss_chunk": Proof(8, "step"),
     "steps": Proof(9, "step"),
@@ -234,7 +235,7 @@ EXAMPLES = packing.pack(random_examples(6), WIDTH)
 def program(recipe) -> str:
     """The traced step, which holds every number that the recipe gives it."""
     count = len(recipe.head.tap_layers) * HEAD.hidden_size
-    state = jax.eval_shape(lambda norm: step.init(recipe, norm), target().params["norm"])
+    state = jax.eval_shape(lambda params: step.init(recipe, params), target().params)
     given = target().params, jnp.ones(count), state, batch(EXAMPLES, [0, 1])
     traced = jax.make_jaxpr(step.update, static_argnums=0)(recipe, *given)
     return re.sub("0x[0-9a-f]+", "", str(traced)) + str([float(recipe.schedule(i)) for i in range(0, 50, 7)])
@@ -268,10 +269,11 @@ def test_every_key_reaches_what_it_configures(handed):
 def test_every_number_of_the_recipe_is_the_setting_of_its_name():
     """A change shows that a key arrives somewhere; this, that no two of them are swapped."""
     given = {"forward_kl": 0.5, "reverse_kl": 0.25, "cross_entropy": 0.125, "loss_temperature": 1.5, "beta1": 0.7}
+    given |= {"total_variation": 0.4}
     given |= {"beta2": 0.8, "warmup": 0.3, "final_lr": 0.2, "weight_decay": 0.6, "clip": 3.0, "gamma": 5.0, "seed": 9}
     config = settings.make(RUN | given | {"data": "d", "remat": False}, "c")
     made = recipes.make(config, target().model, "float32", HEAD, 7, "xla")
-    assert made.mix == Mix(forward_kl=0.5, reverse_kl=0.25, cross_entropy=0.125, temperature=1.5)
+    assert made.mix == Mix(forward_kl=0.5, reverse_kl=0.25, cross_entropy=0.125, temperature=1.5, total_variation=0.4)
     same = {f.name for f in dataclasses.fields(made)} & settings.KINDS.keys() - {
         "target",
         "dtype",

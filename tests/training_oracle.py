@@ -116,11 +116,12 @@ def head_states(c, params, embedding, anchor_token, features, sees, position, pl
     return norm(x, params["norm"], c.norm_eps)[1:]
 
 
-def each_loss(mix, table, hidden, teacher, label):
-    """Loss of one slot, and whether its best token is right."""
-    z, wanted, t = table @ hidden, table @ teacher, mix.temperature
+def each_loss(mix, z, wanted, label):
+    """Loss of one slot of drafted logits, and whether its best token is right."""
+    t = mix.temperature
     p, q = jax.nn.log_softmax(wanted / t), jax.nn.log_softmax(z / t)
     value = mix.forward_kl * t**2 * (jnp.exp(p) * (p - q)).sum() + mix.reverse_kl * t**2 * (jnp.exp(q) * (q - p)).sum()
+    value += mix.total_variation * jnp.abs(jnp.exp(p) - jnp.exp(q)).sum()
     return value - mix.cross_entropy * jax.nn.log_softmax(z)[label], z.argmax() == wanted.argmax()
 
 
@@ -164,7 +165,8 @@ def _whole(r):
 
         def one(token, features, sees, position, places, teacher, label):
             hidden = head_states(r.head, folded, embedding, token, features, sees, position, places)
-            return jax.vmap(lambda *x: each_loss(r.mix, table, *x))(hidden, teacher, label)
+            slot = lambda x, wanted, token: each_loss(r.mix, table @ x, table @ wanted, token)
+            return jax.vmap(slot)(hidden, teacher, label)
 
         value, hit = jax.vmap(one)(*given)
         return (value * weight).sum() / weight.sum(), hit

@@ -33,12 +33,12 @@ def parts(recipe: Recipe, target: ModelConfig, sequences: int, length: int, onli
     tokens = sequences * length
     own = 4 * tokens * length / 2 * target.num_heads * target.head_dim * target.num_layers
     head = recipe.learns.work(recipe, sequences, length)
-    slots = head.pop("slots")
-    products = 2 + recipe.mix.teaches
+    slots, table = head.pop("slots"), head.pop("table")
+    teacher = recipe.mix.teaches * 2 * target.vocab_size * target.hidden_size
     return {
         "target": float(2 * tokens * row_parameters(target) + own) if online else 0.0,
         **head,
-        "lm_head": float(products * 2 * slots * recipe.head.vocab_size * recipe.head.hidden_size),
+        "lm_head": float(slots * (table + teacher)),
     }
 
 

@@ -110,7 +110,8 @@ class Settings:
     forward_kl: float = _number(1.0, "share of the mix of losses", 0)
     reverse_kl: float = _number(0.0, "share of the mix", 0)
     cross_entropy: float = _number(0.0, "share of the mix", 0)
-    loss_temperature: float = _number(1.0, "temperature of the two divergences", 0, 100, above=True)
+    total_variation: float = _number(0.0, "share of the mix", 0)
+    loss_temperature: float = _number(1.0, "temperature of all but cross entropy", 0, 100, above=True)
     loss_chunk: int = _number(4096, "rows whose f32 logits exist at a time", 1)
 
     # ---- optimiser
@@ -155,8 +156,9 @@ class Settings:
         if self.mask_token_id < 0:
             given = "is missing" if self.mask_token_id == -1 else f"{self.mask_token_id}: negative"
             raise wrong("mask_token_id", given, "give the id of an embedding row of the target that no text uses")
-        if not (self.forward_kl or self.reverse_kl or self.cross_entropy):
-            raise wrong("forward_kl", 0, "forward_kl, reverse_kl and cross_entropy are all 0; give one a share")
+        if not (self.forward_kl or self.reverse_kl or self.cross_entropy or self.total_variation):
+            shares = "forward_kl, reverse_kl, cross_entropy and total_variation"
+            raise wrong("forward_kl", 0, f"{shares} are all 0; give one a share")
         if bool(self.steps) == bool(self.epochs):
             raise wrong("steps", self.steps, f"epochs={self.epochs}: give one of the two")
         if self.batch % self.accumulate:
