@@ -10,8 +10,13 @@ the method needs, a multiplication and an addition each, whatever is computed tw
         2 * rows * parameters of its layers + 2 * tokens * (fc + K and V of its layers)
         + 4 * rows * (S / 2 + T) * N * H a layer               context before the anchor, and the block
     lm_head, 2 * slots * V * E each: draft, gradient, and teacher where the loss reads it
+    an EAGLE-3 head
+        2 * rows * (attention's output and feed-forward) + 2 * (tokens + rows of later steps) * qkv + 2 * tokens * fc
+        + 4 * rows * S / 2 * N * H                              context up to the row
+        its own table, 2 * slots * U * E each: draft, gradient by rows, gradient by table
 
-tokens = sequences * S, rows = sequences * anchors * T block rows, slots = rows without the anchors'.
+tokens = sequences * S, rows = sequences * anchors * T block rows (of an EAGLE-3 head: its steps), slots = rows without
+the anchors'.
 """
 
 from __future__ import annotations

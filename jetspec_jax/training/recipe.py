@@ -33,6 +33,8 @@ class Recipe:
     objective: str = objective.module("jetspec")
     mix: Mix = dataclasses.field(default_factory=Mix)
     gamma: float = 0.0
+    unroll: int = 7
+    unroll_decay: float = 0.8
     loss_chunk: int = 4096
     warmup: float = 0.04
     final_lr: float = 0.1

@@ -55,6 +55,7 @@ def configure(config: Settings, target: ModelConfig) -> HeadConfig:
         raise settings.wrong("mask_token_id", config.mask_token_id, why)
     if config.family and config.causal != (config.family == "jetspec"):
         raise settings.wrong("causal", str(config.causal).lower(), f"a {config.family} head is the other way round")
+    settings.refuse_foreign(config, ("unroll", "unroll_decay", "draft_vocab"))
     try:
         return HeadConfig(
             vocab_size=rows,
