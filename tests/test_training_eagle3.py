@@ -158,9 +158,7 @@ def test_a_step_is_what_the_drafter_computes_along_the_true_path(monkeypatch):
 
     monkeypatch.setattr(eagle3.trees, "levels", along)
     for length in (5, 14):  # the anchor is the token before
-        seen = Seen(
-            taps()[row : row + 1, : length - 1], jnp.zeros(1, jnp.int32), jnp.array([length - 1]), tokens, False
-        )
+        seen = Seen(taps()[row : row + 1], jnp.zeros(1, jnp.int32), jnp.array([length - 1]), tokens, False)
         state = draft.extend(folded, draft.init(folded, 1, 32), seen, ends)
         count = jnp.array([length])
         past = Past(tokens, count, count, jnp.full((1, 1), -1))
@@ -245,10 +243,8 @@ def test_two_steps_and_two_are_four_and_the_ids_stay(tmp_path):
 
 def test_a_run_leaves_a_head_that_decodes_as_plainly(loaded, tmp_path, monkeypatch):
     """All stages; the folder is in the published format, and remembers which tokens the data gave."""
-    log, asked = [], tmp_path / "asked.jsonl"
-    asked.write_text(json.dumps({"messages": [{"role": "user", "content": "ab"}]}) + "\n")
-    given = EAGLE_RUN | {"data": str(questions(tmp_path)), "decode_prompts": str(asked), "decode_budget": 4}
-    assert pipeline.run(settings.make(given, "c"), tmp_path / "run", log.append)
+    given = EAGLE_RUN | {"data": str(questions(tmp_path)), "eval_every": 2}
+    assert pipeline.run(settings.make(given, "c"), tmp_path / "run", print)
     head = load.load_head(tmp_path / "run" / "head", target())
     assert head.family == head.metadata["family"] == "eagle3" and head.config.draft_vocab_size == 32
     prompts, option = [[5, 6, 7], [9] * 9, [8, 2]], SamplingConfig(12, eos=())
@@ -271,7 +267,7 @@ def test_a_run_leaves_a_head_that_decodes_as_plainly(loaded, tmp_path, monkeypat
     path.write_text(json.dumps(signed | {"d2t_digest": "0"}))
     with pytest.raises(ConfigError, match=r"d2t_digest=.* was made with 0"):
         pipeline.run(settings.make(given, "c"), tmp_path / "run", print)
-    change = {"init_head": str(tmp_path / "run" / "head"), "features": "online", "steps": 1, "decode_prompts": ""}
+    change = {"init_head": str(tmp_path / "run" / "head"), "features": "online", "steps": 1}
     begun = []
     nothing = types.SimpleNamespace(state=types.SimpleNamespace(step=0), best=None, notes={})
     monkeypatch.setattr(loop, "train", lambda recipe, given, *rest: begun.append(given) or nothing)
