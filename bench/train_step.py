@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     batch = random_batch((1, args.micro_batch, args.sequence), target.vocab_size)
     scale = jnp.ones(len(head.tap_layers) * head.hidden_size)
 
-    state = jax.jit(lambda norm: step.init(recipe, norm))(params["norm"])
+    state = jax.jit(lambda target: step.init(recipe, target))(params)
     update = jax.jit(step.update, static_argnums=0, donate_argnums=3)
     compiled = update.lower(recipe, params, scale, state, batch).compile()
     temporary = compiled.memory_analysis().temp_size_in_bytes
@@ -160,16 +160,15 @@ def parts(args: command.Args, recipe: recipes.Recipe, params, scale, state, batc
 
     times["head forward and backward"] = seconds(lambda found=found: head_alone(state.params, params, found), args)
     del found
-    rows = args.anchors * head.depth
+    rows, table = args.anchors * head.depth, teacher.unembedding(params)
+    drafted = losses.Logits((losses.Term(jnp.ones((args.micro_batch, rows, head.hidden_size), dtype), table),))
     slots = losses.Rows(
-        draft=jnp.ones((args.micro_batch, rows, head.hidden_size), dtype),
         teacher=jnp.ones((args.micro_batch, rows, head.hidden_size), dtype),
         label=jnp.zeros((args.micro_batch, rows), jnp.int32),
         weight=jnp.ones((args.micro_batch, rows)),
     )
-    loss = jax.jit(losses.distill, static_argnums=(2, 3))
-    table = step.unembedding(params)
-    times["lm_head and loss"] = seconds(lambda: loss(table, slots, recipe.mix, recipe.loss_chunk), args)
+    loss = jax.jit(losses.distill, static_argnums=(3, 4))
+    times["lm_head and loss"] = seconds(lambda: loss(table, drafted, slots, recipe.mix, recipe.loss_chunk), args)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def adamw(head_params, moments):

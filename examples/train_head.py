@@ -51,7 +51,7 @@ packed = packing.pack([Example(str(i), np.array(row, np.int32), learnt) for i, r
 # 2. Updates: the target runs, blocks are drawn, the head drafts them, and the loss compares the two.
 recipe = Recipe(model, head_config, "float32", anchors=8, steps=args.steps, peak_lr=1e-2, gamma=7.0, loss_chunk=128)
 scale = features.scale(target, packed, head_config.tap_layers, sequences=8, batch=8, attention="xla")
-state, update = step.init(recipe, target.params["norm"]), jax.jit(step.update, static_argnums=0)
+state, update = step.init(recipe, target.params), jax.jit(step.update, static_argnums=0)
 batches = Batches(packed, batch=8, accumulate=1, seed=0)
 for number in range(args.steps):
     state, metrics = update(recipe, target.params, scale, state, batches[number])

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax.config import HeadConfig, ModelConfig
+from jetspec_jax.drafts.eagle3_files import Eagle3Config
 from jetspec_jax.files import load
 from jetspec_jax.files.tokenizer import Tokenizer
 from jetspec_jax.models import qwen3
-from jetspec_jax.training import step
+from jetspec_jax.training import objective, step
 from jetspec_jax.training.data import packing
 from jetspec_jax.training.data.batches import Batch
 from jetspec_jax.training.data.examples import Example
@@ -22,6 +23,7 @@ from jetspec_jax.training.recipe import Recipe
 
 MODEL = ModelConfig("qwen3", 48, 16, 2, 2, 1, 8, 24, 1e-6, 1e4, 512, True, True, eos_token_ids=(1,))
 HEAD = HeadConfig(48, 16, 1, 2, 1, 8, 24, 1e-6, 1e4, 512, 2, 4, 3, (0, 1), True)
+EAGLE = Eagle3Config(48, 32, 16, 2, 1, 8, 24, 1e-6, 1e4, 512, 2, (0, 1), depth=3)
 WIDTH = 24
 END, SPEAKERS = "$", {"system": "<", "user": "@", "assistant": ">"}
 ALPHABET = "?$ M\n<@>0123456789abcdefghijklmnopqrstuvwxyz.,U\u2042"  # "M" is the mask, id 3
@@ -85,6 +87,11 @@ def recipe(steps=4, **change) -> Recipe:
     return Recipe(**values | change)
 
 
+def eagle_recipe(steps=4, **change) -> Recipe:
+    """A recipe for an EAGLE-3 head that drafts three steps, 32 of 48 tokens."""
+    return recipe(steps, **{"head": EAGLE, "objective": objective.module("eagle3"), "unroll": 3, "gamma": 0.0} | change)
+
+
 def example(name: str, tokens, prompt: int) -> Example:
     tokens = np.asarray(tokens, np.int32)
     return Example(name, tokens, np.arange(tokens.size) >= prompt)
@@ -106,7 +113,7 @@ def batch(packed: packing.Packed, rows, parts: int = 1) -> Batch:
 @functools.lru_cache(None)
 def start(r: Recipe) -> step.TrainState:
     """The state before the first step."""
-    return jax.jit(lambda norm: step.init(r, norm))(target().params["norm"])
+    return jax.jit(lambda params: step.init(r, params))(target().params)
 
 
 RUN = {
@@ -132,6 +139,13 @@ RUN = {
     "eval_width": 2,
     "loss_chunk": 64,
 }  # settings of a whole run in seconds
+
+
+EAGLE_RUN = {k: v for k, v in RUN.items() if k not in ("mask_token_id", "block_size")} | {
+    "family": "eagle3",
+    "draft_vocab": 32,
+    "unroll": 3,
+}
 
 
 def questions(folder: pathlib.Path) -> pathlib.Path:

@@ -88,3 +88,23 @@ def test_evaluation_counts_rounds_depths_and_ranks():
     assert got["every_anchor"] == {"4": 1.5, "8": 1.75} and got["anchors"] == 4
     assert got["agreement"] == [0.25, pytest.approx(1 / 3, abs=1e-4)]
     assert got["conditional"][0][:3] == [0.25, 0.25, 0.25] and got["conditional"][1][:4] == [0, 0.5, 0, 0.5]
+
+
+def test_the_chain_of_best_tokens_ends_at_the_first_that_is_wrong():
+    """What a head cannot draft is wrong, and has the last rank; what the text does not tell ends the count."""
+    draw = np.random.default_rng(0)
+    logits = draw.standard_normal((40, 3, 7)).astype(np.float32)
+    logits[::5, :, 2] = -np.inf
+    wanted = np.where(draw.random((40, 3)) < 0.7, logits.argmax(-1), 2).astype(np.int32)
+    known = np.cumprod(draw.random((40, 3)) < 0.9, -1) > 0
+    place, rank = evaluation._chain(jnp.asarray(logits), None, jnp.asarray(wanted), jnp.asarray(known))
+    lengths = set()
+    for row, place_here, rank_here, told, right in zip(logits, place, rank, known, wanted, strict=True):
+        length = 0
+        while length < 3 and told[length] and row[length].argmax() == right[length]:
+            length += 1
+        lengths.add(length)
+        assert place_here.tolist() == [*range(1, length + 1), *[evaluation.NOWHERE] * (3 - length)]
+        for scores, token, found in zip(row, right, rank_here, strict=True):
+            assert int(found) == (7 if np.isneginf(scores[token]) else np.sum(scores > scores[token]))
+    assert lengths == {0, 1, 2, 3}

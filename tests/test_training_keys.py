@@ -34,6 +34,7 @@ class Proof(NamedTuple):
 
 
 TEXTS = {"answers": "corpus", "text_loss": "all"}
+EAGLE = {"family": "eagle3", "mask_token_id": -1, "block_size": 16, "draft_vocab": 32, "unroll": 3}
 POOL = {"data": "", "prompt_sets": "SETS"}
 PROOFS = {
     "seed": Proof(7, "recipe seed rows"),
@@ -76,12 +77,16 @@ PROOFS = {
     "block_size": Proof(5, "step"),
     "mask_token_id": Proof(7, "step"),
     "causal": Proof(False, "step"),
+    "draft_vocab": Proof(30, "step decided", EAGLE),
     "init_head": Proof("HEAD", "start"),
     "anchors": Proof(3, "step"),
     "gamma": Proof(2.0, "step"),
+    "unroll": Proof(2, "step", EAGLE),
+    "unroll_decay": Proof(0.5, "step", EAGLE),
     "forward_kl": Proof(0.5, "step"),
     "reverse_kl": Proof(0.5, "step"),
     "cross_entropy": Proof(0.5, "step"),
+    "total_variation": Proof(0.5, "step"),
     "loss_temperature": Proof(2.0, "step"),
     "loss_chunk": Proof(8, "step"),
     "steps": Proof(9, "step"),
@@ -181,6 +186,7 @@ def handed(tmp_path, monkeypatch):
         put("seed", given.data.identities(0))
         put("rows", given.data[0].rows.tolist())
         put("start", given.start is None)
+        put("decided", {name: value.tolist() for name, value in given.decided.items()})
         packed = given.data._packed
         put("packed", packed.tokens.tolist(), packed.learnt.tolist())
         put("judged", None if plan.heldout is None else plan.heldout.tokens.tolist())
@@ -238,7 +244,8 @@ EXAMPLES = packing.pack(random_examples(6), WIDTH)
 def program(recipe) -> str:
     """The traced step, which holds every number that the recipe gives it."""
     count = len(recipe.head.tap_layers) * HEAD.hidden_size
-    state = jax.eval_shape(lambda norm: step.init(recipe, norm), target().params["norm"])
+    decided = recipe.learns.decide(recipe.head, EXAMPLES)
+    state = jax.eval_shape(lambda params: step.init(recipe, params, None, decided), target().params)
     given = target().params, jnp.ones(count), state, batch(EXAMPLES, [0, 1])
     traced = jax.make_jaxpr(step.update, static_argnums=0)(recipe, *given)
     return re.sub("0x[0-9a-f]+", "", str(traced)) + str([float(recipe.schedule(i)) for i in range(0, 50, 7)])
@@ -258,12 +265,12 @@ def test_every_key_reaches_what_it_configures(handed):
         base = bases[str(proof.base)]
         assert "refused" not in base, (key, base.get("refused"))
         changed = handed(**dict(proof.base) | {key: proof.value})
-        names = ["recipe"] if proof.changes == "step" else proof.changes.split()
-        for name in names:
+        names = proof.changes.split()
+        for name in ["recipe" if name == "step" else name for name in names]:
             assert str(changed.get(name)) != str(base.get(name)), (key, name)
-        if proof.changes == "refused":
+        if "refused" in names:
             assert re.search(f"--config.{key}=|--config.causal=", changed["refused"]), changed["refused"]
-        if proof.changes == "step":
+        if "step" in names:
             assert traced(base["recipe"][0]) != traced(changed["recipe"][0]), key
     again = handed()
     assert program(again["recipe"][0]) == traced(again["recipe"][0])  # equal settings, equal programs
@@ -272,15 +279,16 @@ def test_every_key_reaches_what_it_configures(handed):
 def test_every_number_of_the_recipe_is_the_setting_of_its_name():
     """A change shows that a key arrives somewhere; this, that no two of them are swapped."""
     given = {"forward_kl": 0.5, "reverse_kl": 0.25, "cross_entropy": 0.125, "loss_temperature": 1.5, "beta1": 0.7}
+    given |= {"total_variation": 0.4, "unroll": 4, "unroll_decay": 0.9}
     given |= {"beta2": 0.8, "warmup": 0.3, "final_lr": 0.2, "weight_decay": 0.6, "clip": 3.0, "gamma": 5.0, "seed": 9}
     config = settings.make(RUN | given | {"data": "d", "remat": False}, "c")
     made = recipes.make(config, target().model, "float32", HEAD, 7, "xla")
-    assert made.mix == Mix(forward_kl=0.5, reverse_kl=0.25, cross_entropy=0.125, temperature=1.5)
+    assert made.mix == Mix(forward_kl=0.5, reverse_kl=0.25, cross_entropy=0.125, temperature=1.5, total_variation=0.4)
     same = {f.name for f in dataclasses.fields(made)} & settings.KINDS.keys() - {
         "target",
         "dtype",
         "steps",
         "attention",
     }
-    assert len(same) == 12 and all(getattr(made, name) == getattr(config, name) for name in same)
+    assert len(same) == 14 and all(getattr(made, name) == getattr(config, name) for name in same)
     assert (made.steps, made.attention, made.dtype) == (7, "xla", "float32")

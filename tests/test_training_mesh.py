@@ -72,11 +72,45 @@ print("same")
 """
 
 
-def test_eight_devices_give_the_losses_of_one(tmp_path):
+TABLE_OF_ITS_OWN = """
+import pathlib, sys
+sys.path.insert(0, "tests")
+import jax, jax.numpy as jnp, numpy as np, dataclasses
+from small import EAGLE, WIDTH, eagle_recipe, random_examples, target
+from jetspec_jax.models import sharding
+from jetspec_jax.training import journal, loop
+from jetspec_jax.training.data import packing
+from jetspec_jax.training.data.batches import Batches
+
+folder = pathlib.Path(sys.argv[1])
+packed = packing.pack(random_examples(60), WIDTH)
+r = eagle_recipe(steps=3)
+decided = r.learns.decide(EAGLE, packed)
+
+def train(name, model, count):
+    mesh = sharding.make_mesh(model, jax.devices()[:count])
+    t = target()
+    t = dataclasses.replace(t, params=jax.device_put(t.params, sharding.frozen(t.params, mesh)))
+    given = loop.Given(t, jnp.ones(32), Batches(packed, 8, 1, 0), decided=decided)
+    return loop.train(r, given, folder / name, loop.Plan(1, 100, 100), mesh).state.params
+
+one, many = train("one", 1, 1), train("many", 2, 8)
+assert many["lm_head"].sharding.spec[1] == "data", many["lm_head"].sharding
+losses = lambda name: [x["loss"] for x in journal.read(folder / name)]
+np.testing.assert_allclose(losses("one"), losses("many"), rtol=1e-5)
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), one, many)
+print("same")
+"""
+
+
+@pytest.mark.parametrize(
+    "script", [SCRIPT, pytest.param(TABLE_OF_ITS_OWN, marks=pytest.mark.slow)], ids=["blocks", "own"]
+)
+def test_eight_devices_give_the_losses_of_one(tmp_path, script):
     flags = "--xla_force_host_platform_device_count=8"
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     got = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, env=env, capture_output=True, text=True, check=False
     )
     assert got.returncode == 0 and got.stdout.endswith("same\n"), got.stderr[-3000:]
 

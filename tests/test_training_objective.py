@@ -15,7 +15,7 @@ from small import HEAD, WIDTH, random_examples, recipe, target
 from jetspec_jax.config import ConfigError
 from jetspec_jax.drafts import families
 from jetspec_jax.models import sharding
-from jetspec_jax.training import anchors, journal, loop, objective
+from jetspec_jax.training import anchors, journal, loop, losses, objective, teacher
 from jetspec_jax.training.data import packing
 from jetspec_jax.training.data.batches import Batches
 
@@ -63,7 +63,10 @@ def straight() -> types.ModuleType:
     module = types.ModuleType("straight")
     module.configure = lambda settings, target: Config()
     module.check_start = lambda config, found: None
-    module.init = lambda config, key, norm: {"fc": 0.1 * jax.random.normal(key, (config.depth, 32, config.hidden_size))}
+    module.decide = lambda config, packed: {}
+    module.init = lambda config, key, target_params, decided: {
+        "fc": 0.1 * jax.random.normal(key, (config.depth, 32, config.hidden_size))
+    }
     module.fold = lambda params, scale, dtype: {"fc": (params["fc"] / scale[:, None]).astype(dtype)}
     module.unfold = lambda folded, scale: {"fc": folded["fc"] * scale[:, None]}
 
@@ -79,12 +82,21 @@ def straight() -> types.ModuleType:
         before = jnp.take_along_axis(features.taps, jnp.maximum(asked.inputs.position - 1, 0)[..., None], 1)
         return jnp.einsum("baf,dfe->bade", before, folded["fc"])
 
-    module.draw, module.hidden = draw, hidden
+    def logits(recipe, target_params, folded, hidden, asked):
+        return losses.Logits((losses.Term(hidden, teacher.unembedding(target_params)),))
+
+    module.draw, module.hidden, module.logits = draw, hidden, logits
+    module.by_path = lambda config: False
     module.ask = lambda recipe, p, part, place, valid: asked(
         part, anchors.Anchors(place, valid), recipe.head.depth, 0.0
     )
-    module.work = lambda recipe, sequences, length: {"head_forward": 1.0, "head_backward": 2.0, "slots": 8.0}
-    module.describe = lambda config: {"rows": "one"}
+    module.work = lambda recipe, sequences, length: {
+        "head_forward": 1.0,
+        "head_backward": 2.0,
+        "slots": 8.0,
+        "table": 4.0,
+    }
+    module.describe = lambda recipe: {"rows": "one"}
     return module
 
 
@@ -97,7 +109,7 @@ def test_a_new_family_trains_and_is_evaluated(tmp_path, monkeypatch):
     plan = loop.Plan(10, 30, 30, packed, budgets=(2, 4), width=4)
     given = loop.Given(target(), jnp.linspace(1, 2, 32), Batches(packed, 4, 1, 0))
     outcome = loop.train(r, given, tmp_path, plan, sharding.make_mesh(1, jax.devices()[:1]))
-    losses = [record["loss"] for record in journal.read(tmp_path)]
-    assert losses[-1] < 0.9 * losses[0] and outcome.best is not None
+    curve = [record["loss"] for record in journal.read(tmp_path)]
+    assert curve[-1] < 0.9 * curve[0] and outcome.best is not None
     assert set(journal.read(tmp_path)[-1]["heldout"]["acceptance"]) == {"2", "4"}
     assert np.isfinite(outcome.state.params["fc"]).all()

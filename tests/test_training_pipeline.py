@@ -66,7 +66,7 @@ def test_the_pipeline_leaves_a_head_that_loads_bit_equal(finished, resumed):
     assert "causal, mask token 3" in card and "held-out, budget 4" in card
     scale = jnp.asarray(np.load(work / "scale.npy"))
     with loop.Checkpoints(work / "train") as checkpoints:
-        like = jax.jit(lambda n: step.init(recipe(), n))(target().params["norm"])
+        like = jax.jit(lambda p: step.init(recipe(), p))(target().params)
         params = (checkpoints.restore_best(like.params, print) or pytest.fail("no best head"))[0]
     wanted = jax.tree.map(lambda x: x.astype(jnp.float32), learns.fold(params, scale, "bfloat16"))
     jax.tree.map(np.testing.assert_array_equal, head.params, wanted)

@@ -11,11 +11,13 @@ from small import MODEL as SMALL
 
 from jetspec_jax.config import ConfigError
 from jetspec_jax.training import (
+    objective,
     options,
     pipeline,
     settings,
 )
 from jetspec_jax.training.objectives import block as learns
+from jetspec_jax.training.objectives import eagle3
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -31,6 +33,8 @@ WRONG = [
     ({"mask_token_id": -7}, "mask_token_id=-7: negative"),
     ({"block_size": 1}, "block_size=1: give a number >= 2"),
     ({"sequence_length": 8}, "block_size=16: longer than sequence_length=8"),
+    ({"unroll": 0}, "unroll=0: give a number >= 1"),
+    ({"unroll_decay": 0}, "unroll_decay=0.0: give a number > 0 and <= 1"),
     ({"dtype": "bfloat61"}, "dtype=bfloat61: choose one of .*did you mean bfloat16"),
     ({"clip": 0}, "clip=0.0: give a number > 0"),
     ({"peak_lr": math.nan}, "peak_lr=nan: a finite number is needed"),
@@ -90,6 +94,32 @@ def test_taps_and_the_mask_must_fit_the_target():
     ]:
         with pytest.raises(ConfigError, match=message):
             fit(**change)
+
+
+def test_keys_of_another_family_are_refused():
+    """They would do nothing; an EAGLE-3 head has no mask, and drafts no more tokens than there are."""
+    for family, change, message in [
+        ("eagle3", {"block_size": 4}, "block_size=4: eagle3 heads have no use for it"),
+        ("eagle3", {"mask_token_id": 3}, "mask_token_id=3: eagle3 heads have no use"),
+        ("eagle3", {"gamma": 7.0}, "gamma=7.0: eagle3 heads have no use"),
+        ("eagle3", {"causal": False}, "causal=false: eagle3 heads have no use"),
+        ("eagle3", {"head_layers": 2}, "head_layers=2: eagle3 heads have no use"),
+        ("eagle3", {"taps": 2, "tap_layers": ()}, "taps=2: eagle3 heads have no use"),
+        ("eagle3", {"draft_vocab": 49}, "draft_vocab=49: the target has 48 tokens"),
+        ("eagle3", {"tap_layers": (0, 4)}, r"tap_layers=\(0, 4\): does not fit the target .*0-based, 0..3"),
+        ("jetspec", {"mask_token_id": 3, "unroll": 3}, "unroll=3: jetspec heads have no use for it; leave it out"),
+        ("jetspec", {"mask_token_id": 3, "unroll_decay": 0.5}, "unroll_decay=0.5: jetspec heads have no use"),
+        ("", {"mask_token_id": 3, "draft_vocab": 5}, "draft_vocab=5: jetspec heads have no use for it"),
+    ]:
+        config = settings.make({"family": family, "steps": 1, "data": "x", "tap_layers": (0, 2)} | change, "c.py")
+        with pytest.raises(ConfigError, match=message):
+            objective.load(objective.module(config.family_name)).configure(config, MODEL)
+    config = settings.make({"family": "eagle3", "steps": 1, "data": "x"}, "c.py")
+    config.check_target(MODEL, (1, 2))
+    with pytest.raises(ConfigError, match="tap_layers=the published ones: does not fit the target"):
+        eagle3.configure(config, SMALL)
+    deep = eagle3.configure(config, dataclasses.replace(SMALL, num_layers=30))
+    assert deep.tap_layers == (1, 14, 26) and deep.draft_vocab_size == 48 and not deep.reduced
 
 
 def test_missing_paths_are_noticed_at_once(tmp_path):

@@ -116,11 +116,65 @@ def head_states(c, params, embedding, anchor_token, features, sees, position, pl
     return norm(x, params["norm"], c.norm_eps)[1:]
 
 
-def each_loss(mix, table, hidden, teacher, label):
-    """Loss of one slot, and whether its best token is right."""
-    z, wanted, t = table @ hidden, table @ teacher, mix.temperature
+def eagle3_states(c, params, embedding, tokens, taps, sees, place, anchor, steps):
+    """Hidden states [steps, E] along the path that begins with the token at `anchor` and goes on as the text does.
+
+    tokens [S], tapped layers [S, F], the rows that are seen [S], places of all rows in their documents [S]. Each token
+    of the path is a row more, and the last row alone is asked: a run of its own for every row and step.
+    """
+    p, row = params["layer"], anchor - 1
+    feature, after, seen = taps @ params["fc"], embedding[jnp.roll(tokens, -1)], sees
+    split = lambda x: x.reshape(len(x), -1, c.head_dim)
+    fused, drafted = p["qkv"], []
+    wq, wk, wv = (w.reshape(len(fused), -1) for w in (fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]))
+    for n in range(steps):
+        if n:
+            token = tokens[jnp.minimum(anchor + n, len(tokens) - 1)]
+            feature, after = jnp.vstack([feature, drafted[-1]]), jnp.vstack([after, embedding[token]])
+            place, seen = jnp.append(place, place[row] + n), jnp.append(seen, True)
+        me = row if n == 0 else len(feature) - 1
+        x = jnp.hstack([norm(after, p["input_norm"], c.norm_eps), norm(feature, p["hidden_norm"], c.norm_eps)])
+        q, k = (rope(split(x @ w), place, c.rope_theta) for w in (wq, wk))
+        group = q.shape[1] // k.shape[1]
+        score = jnp.einsum("nh,snh->ns", q[me], k.repeat(group, 1)) / c.head_dim**0.5
+        share = jax.nn.softmax(jnp.where(seen, score, -jnp.inf), -1)
+        h = feature[me] + jnp.einsum("ns,snh->nh", share, split(x @ wv).repeat(group, 1)).reshape(-1) @ p["out"]
+        z = norm(h, p["post_norm"], c.norm_eps)
+        drafted.append(h + (jax.nn.silu(z @ p["gate_up"][:, 0]) * (z @ p["gate_up"][:, 1])) @ p["down"])
+    return norm(jnp.stack(drafted), params["norm"], c.norm_eps)
+
+
+def eagle3_loss(r, target_params, scale, params, batch, blocks, taps, final):
+    """Weighted sum of the losses of all steps [blocks, D], whole logits at once, and its weight.
+
+    taps [B, S, F], final [B, S, E]: of the target. A step whose best token for the target is none of the head's counts
+    for nothing.
+    """
+    embedding, ids = target_params["embedding"], np.arange(r.head.draft_vocab_size) + np.asarray(params["d2t"])
+    tokens, places, rows = np.asarray(batch.tokens), np.asarray(batch.position), np.array([b.sequence for b in blocks])
+    label, weight = (np.stack([getattr(b, name) for b in blocks]) for name in ("label", "weight"))
+    wanted = np.asarray(final)[rows[:, None], label - 1] @ np.asarray(target_params.get("lm_head", embedding)).T
+    text = tokens[rows[:, None], label]
+    counts = np.isin(wanted.argmax(-1), ids) & (np.isin(text, ids) | (not r.mix.cross_entropy))
+    weight = weight * r.unroll_decay ** np.arange(label.shape[1]) * counts
+    own = np.minimum(np.searchsorted(ids, text), ids.size - 1)
+    folded = params | {"fc": params["fc"] / scale[:, None]}
+
+    def one(wanted, own, *given):
+        hidden = eagle3_states(r.head, folded, embedding, *given, label.shape[1])
+        return jax.vmap(lambda z, *x: each_loss(r.mix, z, *x)[0])(hidden @ params["lm_head"].T, wanted, own)
+
+    sees, anchor = np.stack([b.sees for b in blocks]), np.array([b.anchor for b in blocks])
+    value = jax.vmap(one)(wanted[..., ids], own, tokens[rows], np.asarray(taps)[rows], sees, places[rows], anchor)
+    return (value * weight).sum(), weight.sum()
+
+
+def each_loss(mix, z, wanted, label):
+    """Loss of one slot of drafted logits, and whether its best token is right."""
+    t = mix.temperature
     p, q = jax.nn.log_softmax(wanted / t), jax.nn.log_softmax(z / t)
     value = mix.forward_kl * t**2 * (jnp.exp(p) * (p - q)).sum() + mix.reverse_kl * t**2 * (jnp.exp(q) * (q - p)).sum()
+    value += mix.total_variation * jnp.abs(jnp.exp(p) - jnp.exp(q)).sum()
     return value - mix.cross_entropy * jax.nn.log_softmax(z)[label], z.argmax() == wanted.argmax()
 
 
@@ -164,7 +218,8 @@ def _whole(r):
 
         def one(token, features, sees, position, places, teacher, label):
             hidden = head_states(r.head, folded, embedding, token, features, sees, position, places)
-            return jax.vmap(lambda *x: each_loss(r.mix, table, *x))(hidden, teacher, label)
+            slot = lambda x, wanted, token: each_loss(r.mix, table @ x, table @ wanted, token)
+            return jax.vmap(slot)(hidden, teacher, label)
 
         value, hit = jax.vmap(one)(*given)
         return (value * weight).sum() / weight.sum(), hit

@@ -62,6 +62,7 @@ class Eagle3Config:
     rope_scaling: RopeScaling | None = None
 
     moe = None  # `models.layer.Layer` reads it of any configuration
+    num_layers = 1
 
     def __post_init__(self):
         check_heads(self)

@@ -55,8 +55,8 @@ FAMILIES = (
     _block("dflash", causal=False),
     Family(
         "eagle3", eagle3.build, eagle3_files.reads, eagle3_files.config, eagle3_files.names,
-        marks=frozenset({EAGLE, SMALL}), keeps=frozenset({"lm_head.weight"}), spare=frozenset({"t2d"}),
-        check=eagle3_files.check,
+        "jetspec_jax.training.objectives.eagle3", marks=frozenset({EAGLE, SMALL}),
+        keeps=frozenset({"lm_head.weight"}), spare=frozenset({"t2d"}), check=eagle3_files.check,
     ),
     Family(
         "dspark", dspark.build, dspark_files.reads, dspark_files.config, dspark_files.names,

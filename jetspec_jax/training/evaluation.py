@@ -5,10 +5,15 @@ target's own choices, read off its logits on the text, are looked up in it. Text
 it would decode, so walking from anchor to anchor counts real rounds. Where the text leaves the target's choice, what
 would follow is not known and the count ends; drafts past an answer's end count as wrong. Both make the figure a little
 low, and lower on text that the target did not write.
+
+Where what a node drafts depends on the path to it (`Objective.by_path`), a tree would need a pass of the head for each
+of its nodes. The chain of best tokens needs none: as far as it is right it is the text itself. What is counted then is
+the acceptance of that chain, cut to the nodes of a budget; trees of such a head accept more.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,11 +24,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax.layers import masks
-from jetspec_jax.layers.numerics import einsum
 from jetspec_jax.loop import tree as trees
 from jetspec_jax.loop.tree import Rule
 from jetspec_jax.training import anchors as anchor_rules
-from jetspec_jax.training import step, teacher
+from jetspec_jax.training import teacher
 from jetspec_jax.training.data.batches import Batch, Data
 from jetspec_jax.training.data.packing import Packed
 from jetspec_jax.training.recipe import Recipe
@@ -77,7 +81,7 @@ def measure(  # noqa: PLR0913  # arrays of one program, and its sizes
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _drafts(recipe: Recipe, nodes: int, width: int, target_params, scale, params, part: Batch) -> Drafts:
-    depth, slots = recipe.head.depth, part.tokens.shape[1]
+    depth, slots, by_path = recipe.head.depth, part.tokens.shape[1], recipe.learns.by_path(recipe.head)
     size = min(GROUP, slots)
     features = teacher.run(
         recipe.target, target_params, part.tokens, part.document, part.position, recipe.head.tap_layers,
@@ -85,7 +89,6 @@ def _drafts(recipe: Recipe, nodes: int, width: int, target_params, scale, params
     )  # fmt: skip
     folded = recipe.learns.fold(params, scale, recipe.dtype)
     candidate = anchor_rules.candidates(part.learnt, part.document)
-    table = step.unembedding(target_params)
     choice = _choices(recipe, target_params, features.final)
 
     def group(first):
@@ -94,6 +97,7 @@ def _drafts(recipe: Recipe, nodes: int, width: int, target_params, scale, params
         position = jnp.broadcast_to(position, (part.tokens.shape[0], size))
         asked = recipe.learns.ask(recipe, target_params, part, position, jnp.take_along_axis(candidate, position, 1))
         hidden = recipe.learns.hidden(recipe, folded, part, features, asked)
+        drafted = recipe.learns.logits(recipe, target_params, folded, hidden, asked)
         label = asked.label
         take = lambda x: jnp.take_along_axis(x, label.reshape(x.shape[0], -1), 1).reshape(label.shape)
         # The choice for depth k is made one position before the label.
@@ -103,10 +107,14 @@ def _drafts(recipe: Recipe, nodes: int, width: int, target_params, scale, params
         known = (asked.weight > 0) & (jnp.cumprod(before, -1) > 0)
 
         def one(row):  # a sequence at a time: its logits are size * D rows
-            return _look_up(nodes, width, table, *row)
+            rows, *given = row
+            terms = tuple(dataclasses.replace(t, rows=x) for t, x in zip(drafted.terms, rows, strict=True))
+            logits = drafted._replace(terms=terms).whole(recipe.target.vocab_size)
+            return _chain(logits, *given) if by_path else _look_up(nodes, width, logits, *given)
 
         anchor = jnp.take_along_axis(part.tokens, position, 1)
-        place, rank = jax.lax.map(one, (hidden, anchor, wanted, known))
+        rows = tuple(term.rows for term in drafted.terms)
+        place, rank = jax.lax.map(one, (rows, anchor, wanted, known))
         return known, place, rank
 
     known, place, rank = jax.lax.map(group, jnp.arange(0, slots, size))  # [groups, B, size, D]
@@ -120,9 +128,22 @@ def _choices(recipe: Recipe, target_params, final: Float[Array, "B S E"]) -> Int
     return jax.lax.map(best, final)
 
 
-def _look_up(nodes: int, width: int, table, hidden: Float[Array, "A D E"], anchor, wanted, known):
+def _chain(logits: Float[Array, "A D V"], anchor, wanted, known):
+    """The same of chains of the head's best tokens, whose node at depth d is the d-th."""
+    hit = (logits.argmax(-1) == wanted) & known
+    place = jnp.where(jnp.cumprod(hit, -1) > 0, jnp.arange(1, hit.shape[1] + 1), NOWHERE)
+    return place.astype(jnp.int32), _rank(logits, wanted)
+
+
+def _rank(logits: Float[Array, "A D V"], wanted: Int[Array, "A D"]) -> Int[Array, "A D"]:
+    """How many tokens the head finds better than the wanted one; all, where it cannot draft that."""
+    score = jnp.take_along_axis(logits, wanted[..., None], -1)
+    better = (logits > score).sum(-1).astype(jnp.int32)
+    return jnp.where(jnp.isneginf(score[..., 0]), logits.shape[-1], better)
+
+
+def _look_up(nodes: int, width: int, logits: Float[Array, "A D V"], anchor, wanted, known):
     """Places [A, D] of the accepted nodes in the trees of A anchors, and the ranks of the target's choices."""
-    logits = einsum("ade,ve->adv", hidden, table, jnp.float32)
     budget = jnp.full(anchor.shape, nodes, jnp.int32)
     tree = trees.build(Rule(nodes, width=width), logits, anchor, budget)
     depth = wanted.shape[1]
@@ -133,8 +154,7 @@ def _look_up(nodes: int, width: int, table, hidden: Float[Array, "A D E"], ancho
     accepted = (right[:, None] | ~above).all(-1) & tree.valid()
     at_depth = accepted[:, None] & (tree.depths[:, None] == jnp.arange(1, depth + 1)[:, None])
     place = jnp.where(at_depth.any(-1), at_depth.argmax(-1), NOWHERE)
-    score = jnp.take_along_axis(logits, wanted[..., None], -1)
-    return place.astype(jnp.int32), (logits > score).sum(-1).astype(jnp.int32)
+    return place.astype(jnp.int32), _rank(logits, wanted)
 
 
 NOWHERE = 1 << 20

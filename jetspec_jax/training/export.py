@@ -64,7 +64,7 @@ A {layers}-layer {family} head of {parameters:,} parameters (bfloat16), trained 
 | --- | --- |
 | steps | {step:,} of {steps:,} |
 | sequences x anchors a step | {batch} x {anchors}, sequences of {length} tokens, documents packed and kept apart |
-| loss | {loss}, temperature {temperature:g}, depth weight gamma {gamma:g} |
+| loss | {loss}, temperature {temperature:g} |
 | optimiser | AdamW ({beta1:g}, {beta2:g}), weight decay {decay:g}, gradient norm clipped to {clip:g} |
 | learning rate | peak {peak_lr:g}, {warmup:.0%} warm-up, cosine to {final_lr:.0%} |
 | seed | {seed} |
@@ -74,7 +74,7 @@ A {layers}-layer {family} head of {parameters:,} parameters (bfloat16), trained 
 {figures}
 
 Run length is a proxy: tokens of a chain that teacher forcing would accept, plus one, over uniformly drawn anchors.
-Held-out acceptance lengths come from real best-first trees on held-out prompts of the same sources, at the budgets
+Held-out acceptance lengths come from {judged} on held-out prompts of the same sources, at the budgets
 named, without a decode loop; each stands at the step whose parameters it was made with.
 
 ![curves](curves.svg)
@@ -90,6 +90,8 @@ named, without a decode loop; each stands at the step whose parameters it was ma
 The head fits this target in this form, its chat template with the thinking switch above, and rows of at most {longest}
 tokens. Elsewhere it is slower, never wrong.
 """
+
+CHAINS = "chains of the head's best tokens (its trees in decoding accept more)"
 
 
 class Trained(NamedTuple):
@@ -151,7 +153,7 @@ def _card(  # noqa: PLR0913  # what a card tells
         depth=head.depth,
         taps=", ".join(map(str, head.tap_layers)),
         target_layers=target.config.num_layers,
-        special="\n".join(f"| {name} | {text} |" for name, text in recipe.learns.describe(head).items()),
+        special="\n".join(f"| {name} | {text} |" for name, text in recipe.learns.describe(recipe).items()),
         thinking={None: "the template's default", True: "on", False: "off"}[config.thinking_switch],
         unfinished="" if trained.at == recipe.steps else f"\n\n{steps}",
         longest=counts["longest"],
@@ -163,7 +165,6 @@ def _card(  # noqa: PLR0913  # what a card tells
         anchors=recipe.anchors,
         loss=recipe.mix,
         temperature=recipe.mix.temperature,
-        gamma=recipe.gamma,
         beta1=recipe.beta1,
         beta2=recipe.beta2,
         decay=recipe.weight_decay,
@@ -177,6 +178,7 @@ def _card(  # noqa: PLR0913  # what a card tells
         jax=jax.__version__,
         command=_command(),
         figures=_figures(records, trained.step),
+        judged=CHAINS if recipe.learns.by_path(head) else "real best-first trees",
         data=_data(config, counts),
         sources=_sources(counts),
     )

@@ -10,8 +10,13 @@ the method needs, a multiplication and an addition each, whatever is computed tw
         2 * rows * parameters of its layers + 2 * tokens * (fc + K and V of its layers)
         + 4 * rows * (S / 2 + T) * N * H a layer               context before the anchor, and the block
     lm_head, 2 * slots * V * E each: draft, gradient, and teacher where the loss reads it
+    an EAGLE-3 head
+        2 * rows * (attention's output and feed-forward) + 2 * (tokens + rows of later steps) * qkv + 2 * tokens * fc
+        + 4 * rows * S / 2 * N * H                              context up to the row
+        its own table, 2 * slots * U * E each: draft, gradient by rows, gradient by table
 
-tokens = sequences * S, rows = sequences * anchors * T block rows, slots = rows without the anchors'.
+tokens = sequences * S, rows = sequences * anchors * T block rows (of an EAGLE-3 head: its steps), slots = rows without
+the anchors'.
 """
 
 from __future__ import annotations
@@ -33,12 +38,12 @@ def parts(recipe: Recipe, target: ModelConfig, sequences: int, length: int, onli
     tokens = sequences * length
     own = 4 * tokens * length / 2 * target.num_heads * target.head_dim * target.num_layers
     head = recipe.learns.work(recipe, sequences, length)
-    slots = head.pop("slots")
-    products = 2 + recipe.mix.teaches
+    slots, table = head.pop("slots"), head.pop("table")
+    teacher = recipe.mix.teaches * 2 * target.vocab_size * target.hidden_size
     return {
         "target": float(2 * tokens * row_parameters(target) + own) if online else 0.0,
         **head,
-        "lm_head": float(products * 2 * slots * recipe.head.vocab_size * recipe.head.hidden_size),
+        "lm_head": float(slots * (table + teacher)),
     }
 
 

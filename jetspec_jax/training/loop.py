@@ -61,7 +61,7 @@ class Given:
 
     target: what `load_target` returns, its parameters placed on the mesh. scale: of the tapped channels. kept: features
     of all sequences on the device, None where batches bring them or steps make them. start: parameters to begin with
-    instead of random ones.
+    instead of random ones. decided: those that the data decides, beside random ones.
     """
 
     target: Any
@@ -69,6 +69,7 @@ class Given:
     data: Batches
     kept: Features | None = None
     start: dict | None = None
+    decided: dict = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +124,7 @@ class _Run:
     def __init__(self, recipe: Recipe, given: Given, folder: Path, plan: Plan, mesh, checkpoints: Checkpoints):
         self._recipe, self._given, self._folder, self._plan, self._mesh = recipe, given, folder, plan, mesh
         self._checkpoints = checkpoints
-        self._shapes = jax.eval_shape(self._made, given.target.params["norm"])
+        self._shapes = jax.eval_shape(self._made, given.target.params)
         self._layout = sharding.trained(self._shapes, mesh)
         self._scale = jax.device_put(given.scale, sharding.repeated(mesh))
         self._update = jax.jit(
@@ -139,8 +140,8 @@ class _Run:
         self._window: list[Metrics] = []
         self._timed, self._tokens, self._begun = 0, 0, 0.0
 
-    def _made(self, norm) -> TrainState:
-        return step.init(self._recipe, norm, self._given.start)
+    def _made(self, target_params) -> TrainState:
+        return step.init(self._recipe, target_params, self._given.start, self._given.decided)
 
     def begin(self, log: Callable[[str], None]) -> None:
         """Reads the state to go on from, or makes the first one: a state is large, so there is only one at a time."""
@@ -151,7 +152,7 @@ class _Run:
             self.state, self.notes = found
             log(f"train: going on at step {int(self.state.step)}")
         else:
-            self.state = jax.jit(self._made, out_shardings=self._layout)(self._given.target.params["norm"])
+            self.state = jax.jit(self._made, out_shardings=self._layout)(self._given.target.params)
         # The state's own may be older, where the run went back; a best head that cannot be read is none to beat.
         best = self._checkpoints.restore_best(like.params, log)
         self.notes |= _noted(best[1] if best else {})

@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jetspec_jax.config import ConfigError
 from jetspec_jax.training import files
 from jetspec_jax.training.data.packing import Packed
@@ -36,8 +38,19 @@ FREE = (
 )
 
 
-def recipe(config: Settings, target, head, steps: int, packed: Packed) -> dict[str, Any]:
-    """Returns all that decides what a training run learns and which of its heads is the best one."""
+def recipe(
+    config: Settings, target, head, steps: int, packed: Packed, decided: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns all that decides what a training run learns and which of its heads is the best one.
+
+    Args:
+      config: of the run.
+      target: what `load_target` returns.
+      head: its configuration.
+      steps: updates.
+      packed: what is learnt.
+      decided: parameters that the data decides and training leaves alone.
+    """
     named = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE}
     named |= {"tap_layers": head.tap_layers, "steps": steps}
     digest = hashlib.sha256()
@@ -49,6 +62,7 @@ def recipe(config: Settings, target, head, steps: int, packed: Packed) -> dict[s
         **named,
         "sequences": len(packed.tokens),
         "data_digest": digest.hexdigest()[:16],
+        **{f"{k}_digest": hashlib.sha256(np.asarray(v).tobytes()).hexdigest()[:16] for k, v in (decided or {}).items()},
     }
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jetspec_jax.config import ConfigError, ModelConfig
 from jetspec_jax.drafts import families
+from jetspec_jax.training.losses import Logits
 
 
 class Questions(NamedTuple):
@@ -27,9 +28,10 @@ class Questions(NamedTuple):
 class Objective(Protocol):
     """The functions of such a module.
 
-    config: of the head, frozen and hashable, with `tap_layers`, `depth`, `hidden_size`, `vocab_size`, `block_size`.
-    params: f32, for taps that are divided by `scale` [F]. folded: those of the finished head. recipe: `recipe.Recipe`.
-    part: a `batches.Batch` of sequences [B, S]. Everything that takes arrays is traced.
+    config: of the head, frozen and hashable, with `tap_layers`, `depth`, `hidden_size`, `vocab_size`, `num_layers`.
+    params: f32, for taps that are divided by `scale` [F]; what is in whole numbers is not trained. folded: those of the
+    finished head. recipe: `recipe.Recipe`. part: a `batches.Batch` of sequences [B, S]. Everything that takes arrays is
+    traced, but for `decide`.
     """
 
     def configure(self, settings: Any, target: ModelConfig) -> Any:
@@ -38,8 +40,11 @@ class Objective(Protocol):
     def check_start(self, config: Any, found: Any) -> tuple[str, Any, Any] | None:
         """Returns the first size in which a head to go on from differs: name, its value, this run's."""
 
-    def init(self, config: Any, key: jax.Array, norm: Float[Array, " E"]) -> dict:
-        """Returns f32 parameters to start from; norm: the target's final norm."""
+    def decide(self, config: Any, packed: Any) -> dict:
+        """Returns the parameters that the data decides and training leaves alone; packed: all that is learnt from."""
+
+    def init(self, config: Any, key: jax.Array, target_params: dict, decided: dict) -> dict:
+        """Returns parameters to start from, f32 but for those that were decided."""
 
     def fold(self, params: dict, scale: Float[Array, " F"], dtype: Any) -> dict:
         """Returns the parameters of the head that reads unscaled taps."""
@@ -56,12 +61,20 @@ class Objective(Protocol):
         """Returns what is asked at these positions; every label that exists weighs 1."""
 
     def hidden(self, recipe: Any, folded: dict, part: Any, features: Any, asked: Questions) -> Float[Array, "B A D E"]:
-        """Returns the hidden states of which the target's lm_head makes the drafted logits."""
+        """Returns the hidden states of which the drafted logits are made."""
+
+    def logits(self, recipe: Any, target_params: dict, folded: dict, hidden: Any, asked: Questions) -> Logits:
+        """Returns the drafted logits as products [B, A, D, E] x [U, E]: with the target's lm_head, or tables of the
+        head's own."""
+
+    def by_path(self, config: Any) -> bool:
+        """Returns whether a node's candidates depend on its path. The evaluation follows chains then, and no trees."""
 
     def work(self, recipe: Any, sequences: int, length: int) -> dict[str, float]:
-        """Returns the operations of the head in one step: head_forward, head_backward, and the slots of lm_head."""
+        """Returns the operations of the head in one step: head_forward, head_backward; slots that become logits; and
+        table, the operations of one slot in the tables of its logits, forward and backward."""
 
-    def describe(self, config: Any) -> dict[str, str]:
+    def describe(self, recipe: Any) -> dict[str, str]:
         """Returns rows of the model card that are special to the family."""
 
 

@@ -104,7 +104,9 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
         packed = _fitting(packed, target, head, mesh, log)
     steps = config.steps or math.ceil(config.epochs * len(packed.tokens) / config.batch)
     begun = any_saved(workdir / "train")
-    _settle(workdir / "train", manifest.recipe(config, target, head, steps, packed), begun, log)
+    decided = learns.decide(head, packed)
+    decided = {name: start[name] for name in decided} if start else decided
+    _settle(workdir / "train", manifest.recipe(config, target, head, steps, packed, decided), begun, log)
     assert isinstance(target.model, Qwen3Target)  # the teacher runs its layers over packed documents
     recipe = recipes.make(
         config, target.model, target.dtype, head, steps, teacher.kernel(config.attention, target.dtype)
@@ -124,7 +126,7 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
         config.resume_step,
     )  # fmt: skip
     begun_at = time.monotonic()
-    given = loop.Given(target, scale, batches, kept, learns.unfold(start, scale) if start else None)
+    given = loop.Given(target, scale, batches, kept, learns.unfold(start, scale) if start else None, decided)
     outcome = loop.train(recipe, given, workdir / "train", plan, mesh, on_time, log)
     at = int(outcome.state.step)
     log(f"train: step {at} of {steps}, {time.monotonic() - begun_at:.0f} s")

@@ -33,6 +33,8 @@ class Recipe:
     objective: str = objective.module("jetspec")
     mix: Mix = dataclasses.field(default_factory=Mix)
     gamma: float = 0.0
+    unroll: int = 7
+    unroll_decay: float = 0.8
     loss_chunk: int = 4096
     warmup: float = 0.04
     final_lr: float = 0.1
@@ -70,7 +72,8 @@ class Recipe:
 
 def make(config: Settings, model: Qwen3Target, dtype, head: Any, steps: int, attention: str) -> Recipe:
     """Returns the recipe of a run. steps: those that `config.steps` or `config.epochs` come to; attention: resolved."""
-    mix = Mix(config.forward_kl, config.reverse_kl, config.cross_entropy, config.loss_temperature)
+    shares = config.forward_kl, config.reverse_kl, config.cross_entropy
+    mix = Mix(*shares, config.loss_temperature, config.total_variation)
     same = {f.name for f in dataclasses.fields(Recipe)} & {f.name for f in dataclasses.fields(Settings)}
     values = {name: getattr(config, name) for name in same - {"target", "dtype", "steps", "attention"}}
     return Recipe(

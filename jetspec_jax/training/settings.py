@@ -22,6 +22,7 @@ from jetspec_jax.fields import MOST, Option, shown
 
 LONGEST = 200  # characters of a value in a message; paths are longer than other values
 STAGES = ("pool", "answers", "export")
+STEPWISE = frozenset(("eagle3",))  # families that draft token by token
 WHOLE = math.inf  # no upper limit but that of an int32, for whole numbers
 
 
@@ -104,15 +105,19 @@ class Settings:
     block_size: int = _number(16, "slots of a block, its anchor included", 2, 1024)
     mask_token_id: int = _key(-1, "an embedding row that no text uses; there is no default")
     causal: bool = _key(True, "a slot sees those before it; false: the whole block (DFlash)")
+    draft_vocab: int = _number(0, "tokens an eagle3 head drafts, the most frequent of what is learnt; 0 is all", 0)
     init_head: str = _key("", "a head to go on from, instead of random parameters")
 
     # ---- objective
-    anchors: int = _number(256, "blocks a sequence", 1)
+    anchors: int = _number(256, "blocks, or rows at which steps begin, a sequence", 1)
     gamma: float = _number(0.0, "depth weight exp(-(k - 1) / gamma); 0 is uniform", 0)
+    unroll: int = _number(7, "steps of an eagle3 head, all but the first after its own output", 1, 64)
+    unroll_decay: float = _number(0.8, "weight of each step, over that of the one before", 0, 1, above=True)
     forward_kl: float = _number(1.0, "share of the mix of losses", 0)
     reverse_kl: float = _number(0.0, "share of the mix", 0)
     cross_entropy: float = _number(0.0, "share of the mix", 0)
-    loss_temperature: float = _number(1.0, "temperature of the two divergences", 0, 100, above=True)
+    total_variation: float = _number(0.0, "share of the mix", 0)
+    loss_temperature: float = _number(1.0, "temperature of all but cross entropy", 0, 100, above=True)
     loss_chunk: int = _number(4096, "rows whose f32 logits exist at a time", 1)
 
     # ---- optimiser
@@ -154,16 +159,17 @@ class Settings:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             _in_range(field.name, getattr(self, field.name), field.metadata)
-        if self.mask_token_id < 0:
+        if self.mask_token_id < 0 and (self.has_mask or self.mask_token_id != -1):
             given = "is missing" if self.mask_token_id == -1 else f"{self.mask_token_id}: negative"
             raise wrong("mask_token_id", given, "give the id of an embedding row of the target that no text uses")
-        if not (self.forward_kl or self.reverse_kl or self.cross_entropy):
-            raise wrong("forward_kl", 0, "forward_kl, reverse_kl and cross_entropy are all 0; give one a share")
+        if not (self.forward_kl or self.reverse_kl or self.cross_entropy or self.total_variation):
+            shares = "forward_kl, reverse_kl, cross_entropy and total_variation"
+            raise wrong("forward_kl", 0, f"{shares} are all 0; give one a share")
         if bool(self.steps) == bool(self.epochs):
             raise wrong("steps", self.steps, f"epochs={self.epochs}: give one of the two")
         if self.batch % self.accumulate:
             raise wrong("accumulate", self.accumulate, f"it must divide batch={self.batch}")
-        if self.block_size > self.sequence_length:
+        if self.has_mask and self.block_size > self.sequence_length:
             raise wrong("block_size", self.block_size, f"longer than sequence_length={self.sequence_length}")
         if not self.eval_budgets or not all(1 < b <= 1024 for b in self.eval_budgets):
             raise wrong("eval_budgets", self.eval_budgets, "give numbers in 2..1024")
@@ -199,6 +205,11 @@ class Settings:
     def family_name(self) -> str:
         """The family of the head."""
         return self.family or ("jetspec" if self.causal else "dflash")
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether the head drafts a block of masks in one pass, rather than token by token."""
+        return self.family_name not in STEPWISE
 
     def check_target(self, target: ModelConfig, eos: tuple[int, ...]) -> None:
         """Refuses what no head of this target can have; its family looks at the rest."""
@@ -289,6 +300,15 @@ def _in_range(name: str, value: Any, limits: Mapping[str, Any]) -> None:
         if value < low or value > most or (limits["above"] and value == low):
             end = "" if most == WHOLE or (high == WHOLE and value < low) else f" and <= {most:.12g}"
             raise wrong(name, value, f"give a number {'>' if limits['above'] else '>='} {low}{end}")
+
+
+def refuse_foreign(config: Settings, names: tuple[str, ...]) -> None:
+    """Raises ConfigError where one of these keys, which mean nothing to the family, was given a value."""
+    for name in names:
+        value, usual = getattr(config, name), Settings.__dataclass_fields__[name].default
+        if value != usual:
+            text = str(value).lower() if isinstance(value, bool) else value
+            raise wrong(name, text, f"{config.family_name} heads have no use for it; leave it out")
 
 
 def _hint(value: str, choices: tuple[str, ...]) -> str:

@@ -6,6 +6,7 @@ The scale is folded into them before each use, so the forward in training is tha
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import chex
@@ -24,7 +25,7 @@ from jetspec_jax.training.teacher import Features
 class TrainState(NamedTuple):
     """What a checkpoint holds."""
 
-    params: dict  # f32
+    params: dict  # f32, and whole numbers, which no update touches
     optimizer: optax.OptState
     step: jax.Array  # [] int32, updates made
     position: jax.Array  # [] int32, batches taken, those without an anchor included
@@ -40,17 +41,20 @@ class Metrics(NamedTuple):
     gradient_norm: jax.Array  # [] f32, before clipping
 
 
-def init(recipe: Recipe, norm: Float[Array, " E"], params: dict | None = None) -> TrainState:
+def init(recipe: Recipe, target_params: dict, params: dict | None = None, decided: dict | None = None) -> TrainState:
     """Returns the state before the first step.
 
-    norm: the target's final norm. params: f32 parameters to start from, in the coordinates of scaled features; None
-    draws them.
+    Args:
+      recipe: of the run.
+      target_params: the head may start from some of them.
+      params: f32 parameters to start from, in the coordinates of scaled features; None draws them.
+      decided: those that the data decides, for parameters that are drawn.
     """
     key = jax.random.key(recipe.seed)
     if params is None:
-        params = recipe.learns.init(recipe.head, key, norm)
-    zero = jnp.int32(0)
-    return TrainState(params, recipe.optimizer.init(params), zero, zero, jax.random.key_data(key), jnp.int32(-1))
+        params = recipe.learns.init(recipe.head, key, target_params, decided or {})
+    zero, trained = jnp.int32(0), _trained(params)
+    return TrainState(params, recipe.optimizer.init(trained), zero, zero, jax.random.key_data(key), jnp.int32(-1))
 
 
 def update(
@@ -95,10 +99,11 @@ def update(
         change, optimizer = recipe.optimizer.update(gradient, optimizer, params)
         return optax.apply_updates(params, change), optimizer
 
-    params, optimizer = jax.lax.cond(good, apply, lambda *same: same, state.params, state.optimizer)
+    trained = _trained(state.params)
+    trained, optimizer = jax.lax.cond(good, apply, lambda *same: same, trained, state.optimizer)
     first = any_label & ~finite & (state.broken < 0)
     state = TrainState(
-        params,
+        _with(trained, state.params),
         optimizer,
         state.step + good,
         state.position + 1,
@@ -106,6 +111,16 @@ def update(
         jnp.where(first, state.position, state.broken),
     )
     return state, metrics
+
+
+def _trained(params: dict) -> dict:
+    """Returns a tree without the parameters that are whole numbers: None in their place."""
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, params)
+
+
+def _with(trained: dict, params: dict) -> dict:
+    """Returns `params` with these trained ones."""
+    return jax.tree.map(lambda new, old: old if new is None else new, trained, params, is_leaf=lambda x: x is None)
 
 
 class _Sums(NamedTuple):
@@ -137,26 +152,27 @@ def _gradient(recipe: Recipe, target_params, scale, params, part: Batch, feature
     """Gradient of the summed loss with respect to `params`, and sums. The target is never differentiated."""
     learns = recipe.learns
 
-    def run(p):
-        return learns.hidden(recipe, learns.fold(p, scale, recipe.dtype), part, features, asked)
+    def run(trained):
+        folded = learns.fold(_with(trained, params), scale, recipe.dtype)
+        hidden = learns.hidden(recipe, folded, part, features, asked)
+        drafted = learns.logits(recipe, target_params, folded, hidden, asked)
+        return tuple(losses.Slope(t.rows, t.table if t.trained else None) for t in drafted.terms), drafted
 
-    hidden, pullback = jax.vjp(run, params)
-    weight, batch = asked.weight, hidden.shape[0]
-    chex.assert_equal_shape_prefix([hidden, asked.label, weight], 3)
+    made, pullback, drafted = jax.vjp(run, _trained(params), has_aux=True)
+    weight, batch = asked.weight, asked.weight.shape[0]
+    chex.assert_equal_shape_prefix([asked.label, weight, *(x.rows for x in made)], 3)
+    flat = lambda x: x.reshape(batch, -1, x.shape[-1])
+    drafted = drafted._replace(terms=tuple(dataclasses.replace(t, rows=flat(t.rows)) for t in drafted.terms))
     label = asked.label.reshape(batch, -1)
     rows = losses.Rows(
-        draft=hidden.reshape(batch, -1, hidden.shape[-1]),
         teacher=jnp.take_along_axis(features.final, label[..., None] - 1, 1),
         label=jnp.take_along_axis(part.tokens, label, 1),
         weight=weight.reshape(label.shape),
     )
-    loss = losses.distill(unembedding(target_params), rows, recipe.mix, recipe.loss_chunk)
-    (gradient,) = pullback(loss.gradient.reshape(hidden.shape))
+    loss = losses.distill(teacher.unembedding(target_params), drafted, rows, recipe.mix, recipe.loss_chunk)
+    slopes = tuple(s._replace(rows=s.rows.reshape(m.rows.shape)) for s, m in zip(loss.slopes, made, strict=True))
+    (gradient,) = pullback(slopes)
     exists: Bool[Array, "B A D"] = weight > 0
     run_sum, first, count = losses.run_length(loss.hit.reshape(weight.shape), exists)
-    return gradient, _Sums(loss.value, weight.sum(), run_sum, first, count)
-
-
-def unembedding(target_params) -> jax.Array:
-    """Returns lm_head [V, E] of the target; a tied one is its embedding."""
-    return target_params["lm_head"] if "lm_head" in target_params else target_params["embedding"]
+    counted = loss.weight.reshape(weight.shape)
+    return gradient, _Sums(loss.value, counted.sum(), run_sum, first, count)

@@ -93,7 +93,7 @@ def run(  # noqa: PLR0913  # options of the command
     del target  # the stages load their own
     base = dataclasses.replace(
         base, data=str(data), max_prompts=0, own_prompts=0, answers="target", samples=0, until="export", export="last",
-        decode_prompts="",
+        decode_prompts="", total_variation=0.0,
     )  # fmt: skip
     if not corpus.exists():
         answering = dataclasses.replace(base, until="answers", max_minutes=left())

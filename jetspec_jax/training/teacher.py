@@ -44,6 +44,11 @@ def run(
     return Features(jnp.concatenate([ran.streams[i] for i in taps], axis=-1), ran.hidden)
 
 
+def unembedding(params: dict) -> jax.Array:
+    """Returns lm_head [V, E] of the target; a tied one is its embedding."""
+    return params["lm_head"] if "lm_head" in params else params["embedding"]
+
+
 def visible(document: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
     """Returns a mask that is causal within each document. Padding is a document too, so that no row is empty."""
     return (document[:, :, None] == document[:, None]) & jnp.tril(jnp.ones((document.shape[1],) * 2, bool))

@@ -25,15 +25,15 @@ from jetspec_jax.layers.attention import MASKED
 from jetspec_jax.layers.cache import KV
 from jetspec_jax.layers.numerics import einsum
 from jetspec_jax.training import anchors as anchor_rules
-from jetspec_jax.training import flops, settings, teacher
+from jetspec_jax.training import flops, initial, settings, teacher
 from jetspec_jax.training.anchors import Anchors
 from jetspec_jax.training.data.batches import Batch
+from jetspec_jax.training.data.packing import Packed
+from jetspec_jax.training.losses import Logits, Term
 from jetspec_jax.training.objective import Questions
 from jetspec_jax.training.recipe import Recipe
 from jetspec_jax.training.settings import Settings
 from jetspec_jax.training.teacher import Features
-
-NORM_SHARE = 0.3  # of the target's final norm, where the head's starts: first logits are flatter than the target's
 
 
 class Blocks(NamedTuple):
@@ -55,6 +55,7 @@ def configure(config: Settings, target: ModelConfig) -> HeadConfig:
         raise settings.wrong("mask_token_id", config.mask_token_id, why)
     if config.family and config.causal != (config.family == "jetspec"):
         raise settings.wrong("causal", str(config.causal).lower(), f"a {config.family} head is the other way round")
+    settings.refuse_foreign(config, ("unroll", "unroll_decay", "draft_vocab"))
     try:
         return HeadConfig(
             vocab_size=rows,
@@ -89,15 +90,15 @@ def check_start(config: HeadConfig, found: HeadConfig) -> tuple[str, Any, Any] |
     return None
 
 
-def init(config: HeadConfig, key: jax.Array, norm: Float[Array, " E"]) -> dict:
+def decide(config: HeadConfig, packed: Packed) -> dict:
+    """Returns nothing: all parameters are trained."""
+    return {}
+
+
+def init(config: HeadConfig, key: jax.Array, target_params: dict, decided: dict) -> dict:
     """Returns matrices from N(0, 0.02) and norms of one; the last norm is a share of the target's."""
     _, shapes = block_draft.build(config, jnp.float32)
-    leaves, structure = jax.tree.flatten(shapes)
-    drawn = [
-        0.02 * jax.random.normal(k, leaf.shape) if len(leaf.shape) > 1 else jnp.ones(leaf.shape)
-        for k, leaf in zip(jax.random.split(key, len(leaves)), leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, drawn) | {"norm": NORM_SHARE * norm.astype(jnp.float32)}
+    return initial.draw(shapes, key) | initial.norm(target_params)
 
 
 def fold(params: dict, scale: Float[Array, " F"], dtype) -> dict:
@@ -145,6 +146,18 @@ def hidden(recipe: Recipe, folded: dict, part: Batch, features: Features, asked:
     return forward(head, block, anchors, features.taps, *where, recipe.attention, recipe.remat)[:, :, 1:]
 
 
+def logits(
+    recipe: Recipe, target_params: dict, folded: dict, hidden: Float[Array, "B A D E"], asked: Questions
+) -> Logits:
+    """Returns the products with the target's lm_head."""
+    return Logits((Term(hidden, teacher.unembedding(target_params)),))
+
+
+def by_path(config: HeadConfig) -> bool:
+    """Returns False: all nodes of a depth share the row of their slot."""
+    return False
+
+
 def work(recipe: Recipe, sequences: int, length: int) -> dict[str, float]:
     """Returns operations of the head, counted as `flops` says, and the slots that meet lm_head."""
     head, tokens = recipe.head, sequences * length
@@ -157,13 +170,16 @@ def work(recipe: Recipe, sequences: int, length: int) -> dict[str, float]:
         "head_forward": float(once),
         "head_backward": float(2 * once - fuse),
         "slots": float(rows // head.block_size * head.depth),
+        "table": 2 * 2.0 * head.vocab_size * head.hidden_size,
     }
 
 
-def describe(config: HeadConfig) -> dict[str, str]:
-    """Returns the block of a head, for its model card."""
-    mask = "causal" if config.causal else "bidirectional"
-    return {"block": f"{config.block_size} slots, {mask}, mask token {config.mask_token_id}"}
+def describe(recipe: Recipe) -> dict[str, str]:
+    """Returns the block of a head and how its slots weigh, for its model card."""
+    c: HeadConfig = recipe.head
+    mask = "causal" if c.causal else "bidirectional"
+    block = f"{c.block_size} slots, {mask}, mask token {c.mask_token_id}"
+    return {"block": block, "depth weight in training": f"gamma {recipe.gamma:g}"}
 
 
 def forward(  # noqa: PLR0913  # arrays of one forward pass
