@@ -68,8 +68,9 @@ def test_a_chain_has_no_siblings(method):
     ((_, head),) = loaded(method)
     tree, narrow = methods.chain(method, 4, head)
     assert tree.budget == 4
-    rounds, result = trace.record(TARGET, narrow, [7, 8, 7, 8, 7], tree, SamplingConfig(12))
-    plain = speculate.generate(TARGET, None, [[7, 8, 7, 8, 7]], None, SamplingConfig(12))
+    prompt = [*range(37), *range(36, -1, -1)]  # every token was followed by two others
+    rounds, result = trace.record(TARGET, narrow, prompt, tree, SamplingConfig(12))
+    plain = speculate.generate(TARGET, None, [prompt], None, SamplingConfig(12))
     assert result.token_ids == plain[0].token_ids
     assert max(len(done.tokens) for done in rounds) == 4
     for done in rounds:
