@@ -28,13 +28,15 @@ class TestWords:
         assert [one.label for one in found] == ["jetspec=one", "ngram", "jetspec=two"]
         assert [one.source for one in found] == ["a/one", None, "b/two/"]
         assert drafters.parse(["jetspec=a/one"])[0].label == "jetspec"
+        found = drafters.parse(["jetspec=x/a/head", "jetspec=x/b/head", "jetspec"])
+        assert [one.label for one in found] == ["jetspec=a/head", "jetspec=b/head", "jetspec=demo"]
 
     @pytest.mark.parametrize(
         "words, said",
         [
             (["jetspek"], "no method 'jetspek' among jetspec, dflash"), (["ngram=x"], "ngram drafts without a head"),
             (["jetspec="], "the head's folder is missing"), (["ngram", "ngram"], "named twice"),
-            (["jetspec=a/x", "jetspec=b/x"], "both be called 'jetspec=x'"), (["=x"], "no method ''"),
+            (["jetspec=a/x", "jetspec=a/../a/x"], "two of them are one folder"), (["=x"], "no method ''"),
         ],
     )  # fmt: skip
     def test_wrong_words(self, words, said):

@@ -101,8 +101,9 @@ def warm(target, entries: Sequence[Entry], ids: list[int], sampling: SamplingCon
 
 def work(task: Task, book: Ledger, say=lambda line: None) -> None:
     """Decodes what the ledger has not; `say` is told of the progress after every prompt."""
-    waiting = sum(book.get(key) is None for key in task.wanted())
-    begin, total = time.monotonic(), waiting
+    total = sum(book.get(key) is None for key in task.wanted())
+    done, begin = 0, time.monotonic()
+    first: tuple[int, float] | None = None  # what the first prompt took, with its compiling, tells little of the others
     for part in task.sets:
         for sampling in task.samplings:
             warmed = False
@@ -115,12 +116,12 @@ def work(task: Task, book: Ledger, say=lambda line: None) -> None:
                     warm(task.target, pending, prompt.ids, sampling)
                     warmed = True
                 _prompt(task, book, pending, part.name, prompt, sampling)
-                waiting -= len(pending)
-                spent = time.monotonic() - begin
-                left = spent / (total - waiting) * waiting
+                done, spent = done + len(pending), time.monotonic() - begin
+                rate = spent / done if first is None else (spent - first[1]) / (done - first[0])
+                first = first or (done, spent)
                 say(
                     f"{part.name} T {sampling.temperature:g} prompt {prompt.place + 1} of {len(part.prompts)}: "
-                    f"{total - waiting} of {total} requests, {_clock(spent)} spent, about {_clock(left)} left"
+                    f"{done} of {total} requests, {_clock(spent)} spent, about {_clock(rate * (total - done))} left"
                 )
 
 

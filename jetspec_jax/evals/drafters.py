@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -71,21 +72,26 @@ def parse(words: Sequence[str]) -> list[Named]:
         if (method, source or None) in found:
             raise UsageError(f"--drafters {shown(word)}: it is named twice; give it once")
         found.append((method, source or None))
-    several = [method for method, _ in found]
-    named = [
-        Named(method if several.count(method) == 1 else f"{method}={_short(source)}", method, source)
-        for method, source in found
-        if method != PLAIN
-    ]
-    labels = [one.label for one in named]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise UsageError(f"--drafters: two heads would both be called {shown(label)}; rename one of the folders")
+    named: list[Named] = []
+    for name, folder in found:
+        mates = [_parts(other) for method, other in found if method == name]
+        if name != PLAIN:
+            named.append(Named(f"{name}={_short(folder, mates)}" if len(mates) > 1 else name, name, folder))
+    for label, count in Counter(one.label for one in named).items():
+        if count > 1:
+            raise UsageError(f"--drafters: two of them are one folder, {shown(label)}; give it once")
     return named
 
 
-def _short(source: str | None) -> str:
-    return "demo" if source is None else pathlib.Path(os.path.abspath(source)).name
+def _parts(source: str | None) -> tuple[str, ...]:
+    return ("demo",) if source is None else pathlib.Path(os.path.abspath(source)).parts
+
+
+def _short(source: str | None, mates: Sequence[tuple[str, ...]]) -> str:
+    """The end of a path, as long as it must be to tell it from its mates."""
+    own = _parts(source)
+    size = next((n for n in range(1, len(own)) if sum(own[-n:] == mate[-n:] for mate in mates) == 1), len(own))
+    return "/".join(own[-size:])
 
 
 def load(named: Sequence[Named], target, demo: bool) -> list[tuple[Named, Any]]:
