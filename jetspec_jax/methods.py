@@ -13,7 +13,8 @@ class Method(NamedTuple):
     """A drafter and its tree, as `--method` names them.
 
     families: of the heads that it drafts with; none where it needs no head. tree: the tree that it draws, out of what
-    the options say. refused: options that contradict it. drafter: the family without files that drafts.
+    the options say. refused: options that contradict it. drafter: the family without files that drafts. sequential:
+    whether every drafted depth is a pass of its own.
     """
 
     help: str
@@ -21,6 +22,7 @@ class Method(NamedTuple):
     tree: Callable[[TreeConfig, Any], TreeConfig]
     refused: tuple[str, ...]
     drafter: str | None = None
+    sequential: bool = False
 
     @property
     def head(self) -> bool:
@@ -49,7 +51,7 @@ METHODS = {  # the first of a family's that draws a tree is the one for options 
     "jetspec": Method("a tree from a head's block", ("jetspec", "dflash"), _given, ()),
     "dflash": Method("the chain of a bidirectional head", ("dflash",), _chain, ("budget", "width", "tree")),
     "ddtree": Method("the most probable tree of a bidirectional head", ("dflash",), _exact, ("width", "tree")),
-    "eagle3": Method("the dynamic tree of an EAGLE-3 head", ("eagle3",), _given, ("tree",)),
+    "eagle3": Method("the dynamic tree of an EAGLE-3 head", ("eagle3",), _given, ("tree",), sequential=True),
     "dspark": Method("the chain of a DSpark head", ("dspark",), _chain, ("budget", "width", "tree")),
     "pctree": Method(
         "the tree of a DSpark head, in which siblings have children of their own", ("dspark",), _given, ("tree",)
@@ -76,3 +78,17 @@ def tree(name: str, given: TreeConfig, head) -> TreeConfig:
         fitting = " or ".join(other for other, row in METHODS.items() if head.family in row.families)
         raise ConfigError(f"method={name}: the family of {head.source} is {head.family}; use --method {fitting}")
     return method.tree(given, head)
+
+
+def chain(name: str, nodes: int, head) -> tuple[TreeConfig, Any]:
+    """Returns the chain of a method's drafter, and the drafter as it draws it: one guess a depth, no siblings.
+
+    Args:
+      name: of the method.
+      nodes: that the chain may have, the root included; it is no longer than the drafter can draft.
+      head: the drafter.
+    """
+    depth = min(nodes - 1, head.draft.depth)
+    if not METHODS[name].head:  # its tree is made of matches, and the best of them alone is a chain
+        head = dataclasses.replace(head, draft=dataclasses.replace(head.draft, matches=1))
+    return TreeConfig(depth + 1, width=1, depth=depth), head

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from jetspec_jax import audit, command, decode, doctor, outcome
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
-from jetspec_jax.evals import acceptance, formats
+from jetspec_jax.evals import acceptance, ceiling, compare, formats, scorers
 from jetspec_jax.fields import Option
 from jetspec_jax.training import options as training
 from jetspec_jax.training import plot, regenerate, study
@@ -33,6 +33,9 @@ COMMANDS = {  # module: words that are right, so that the wrong one is what is r
     pool: ["--data=x", "--out=x"],
     doctor: ["T", "H"],
     formats: ["gsm8k", "x", "x"],
+    compare: ["--prompts=x", "--out=x"],
+    ceiling: [],
+    scorers: ["--gold=x", "--answers=x"],
     plot: ["x"],
 }
 EVERY = [(module, option) for module in COMMANDS for option in module.LINE.options.values()]

@@ -1,0 +1,341 @@
+"""The comparison of drafters: its requests, its file, its figures by hand, its tables, and how it ends."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from jetspec_jax import speculate
+from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
+from jetspec_jax.evals import ceiling, chart, compare, ledger, summary, tables
+from jetspec_jax.evals.drafters import Cell
+from jetspec_jax.files import load
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAIR = ROOT / "tests" / "fixtures" / "peer_parity" / "dense_trained"
+PROMPTS = [[11, 12, 17], [49], [5, 6, 7, 8, 9], [30, 31]]
+NEW = 24
+
+
+def words(folder, *more):
+    """The command's options for the small pair."""
+    return [
+        "--prompts", str(folder / "some.jsonl"), "--out", str(folder / "run.jsonl"), "--target", str(PAIR / "target"),
+        "--drafters", f"jetspec={PAIR / 'head'}", "ngram", "autoregressive", "--budgets", "4",
+        "--max_new_tokens", str(NEW), *more,
+    ]  # fmt: skip
+
+
+def prompts(folder):
+    path = folder / "some.jsonl"
+    path.write_text("".join(json.dumps({"id": f"some/{i}", "prompt_ids": ids}) + "\n" for i, ids in enumerate(PROMPTS)))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A folder with a whole comparison."""
+    folder = tmp_path_factory.mktemp("compare")
+    prompts(folder)
+    assert compare.main(words(folder, "--svg", str(folder / "run.svg"))) == 0
+    return folder
+
+
+def copied(done, tmp_path, keep=None) -> pathlib.Path:
+    """The comparison in another folder, cut to so many bytes."""
+    (tmp_path / "some.jsonl").write_bytes((done / "some.jsonl").read_bytes())
+    (tmp_path / "run.jsonl").write_bytes((done / "run.jsonl").read_bytes()[:keep])
+    return tmp_path / "run.jsonl"
+
+
+def test_every_request_is_what_decoding_it_alone_gives(done):
+    run = ledger.read(done / "run.jsonl")
+    cells = ["plain decoding", "jetspec tree 4", "jetspec chain 4", "ngram tree 4", "ngram chain 4"]
+    assert [(r.id, str(r.cell)) for r in run.requests] == [(f"some/{i}", cell) for i in range(4) for cell in cells]
+    target = load.load_target(PAIR / "target")
+    head = load.load_head(PAIR / "head", target)
+    by = {(r.prompt, str(r.cell)): r for r in run.requests}
+    for i, ids in enumerate(PROMPTS):
+        plain = speculate.generate(target, None, [ids], None, SamplingConfig(NEW))[0]
+        tree = speculate.generate(target, head, [ids], TreeConfig(4), SamplingConfig(NEW))[0]
+        got = by[i, "jetspec tree 4"]
+        assert by[i, "plain decoding"].token_ids == tuple(plain.token_ids) == got.token_ids
+        assert got.accept_lengths == tuple(tree.accept_lengths) and got.emitted == tuple(tree.emitted)
+        assert (got.prompt_tokens, got.rounds, got.depth) == (len(ids), tree.rounds, 3)
+        assert sum(got.lost.values()) == got.rounds and by[i, "ngram tree 4"].lost is None
+        chain = by[i, "jetspec chain 4"]  # without siblings no token can lie below another parent
+        assert chain.lost["parent wrong"] == chain.lost["not in the tree"] == 0
+        assert sum(chain.accept_lengths) <= sum(chain.lost.values()) * 4
+    assert all(r.decode > 0 and r.prefill > 0 and r.session == 1 for r in run.requests)
+    assert {r.verdict for r in run.requests} == {"plain", "equal"}
+    ET.parse(done / "run.svg")
+
+
+class TestGoingOn:
+    def test_what_is_done_is_not_decoded_again(self, done, tmp_path, monkeypatch, capsys):
+        """The file is cut in the middle of its ninth request: eight stay, and the half line goes."""
+        whole = (done / "run.jsonl").read_bytes()
+        lines = whole.splitlines(keepends=True)
+        path = copied(done, tmp_path, sum(map(len, lines[:9])) + 40)
+        seen, decode = [], compare.decode
+        monkeypatch.setattr(compare, "decode", lambda t, e, ids, s: seen.append(str(e.cell)) or decode(t, e, ids, s))
+        assert compare.main(words(tmp_path)) == 0
+        assert len(seen) == 12 and seen[:2] == ["ngram tree 4", "ngram chain 4"]
+        assert path.read_bytes().startswith(b"".join(lines[:9]))
+        first, again = ledger.read(done / "run.jsonl"), ledger.read(path)
+        same = lambda run: [(r.key, r.token_ids, r.accept_lengths, r.verdict) for r in run.requests]
+        assert same(first) == same(again) and [r.session for r in again.requests] == [1] * 8 + [2] * 12
+        out, err = capsys.readouterr()
+        assert "8 requests are there" in err and "about" in err and "Decoded in 2 starts" in out
+        monkeypatch.setattr(compare, "decode", None)
+        before = path.read_bytes()
+        assert compare.main(words(tmp_path)) == 0 and path.read_bytes() == before
+
+    @pytest.mark.parametrize(
+        "more, name",
+        [
+            (["--budgets", "8"], "cells"), (["--max_new_tokens", "8"], "sampling"), (["--limit", "2"], "limit"),
+            (["--top_k", "3"], "sampling"), (["--nolost"], "lost"), (["--temperatures", "0", "1"], "sampling"),
+        ],
+    )  # fmt: skip
+    def test_a_setting_that_has_changed_is_refused_by_name(self, done, tmp_path, capsys, more, name):
+        path = copied(done, tmp_path)
+        before = path.read_bytes()
+        assert compare.main(words(tmp_path, *more)) == 1
+        err = capsys.readouterr().err.splitlines()[-1]
+        assert f"run.jsonl: begun with {name}=" in err and "another --out" in err and path.read_bytes() == before
+
+    def test_other_prompts_of_the_same_name_are_refused(self, done, tmp_path, capsys):
+        copied(done, tmp_path)
+        (tmp_path / "some.jsonl").write_text((tmp_path / "some.jsonl").read_text().replace("11", "13"))
+        assert compare.main(words(tmp_path)) == 1 and "begun with sets=" in capsys.readouterr().err
+
+    def test_two_commands_do_not_write_one_file(self, done, tmp_path, capsys):
+        path = copied(done, tmp_path)
+        with ledger.opened(path, ledger.read(path).settings):
+            assert compare.main(words(tmp_path)) == 1
+        assert "another command is at work in it" in capsys.readouterr().err
+
+    def test_ctrl_c_is_answered_in_two_seconds_and_nothing_is_lost(self, tmp_path):
+        prompts(tmp_path)
+        running = subprocess.Popen(
+            [sys.executable, "-m", "jetspec_jax.evals.compare", *words(tmp_path, "--nolost", "--repeats", "900")],
+            cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(ROOT)}, start_new_session=True,
+        )  # fmt: skip
+        path, begin = tmp_path / "run.jsonl", time.monotonic()
+        while not path.exists() and time.monotonic() - begin < 100:
+            time.sleep(0.05)
+        time.sleep(1)
+        begin = time.monotonic()
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=60)
+        assert time.monotonic() - begin < 2
+        assert running.returncode == 130 and out == ""
+        assert err.splitlines()[-1] == "compare: interrupted; the same command goes on"
+        assert ledger.read(path).settings["limit"] == 16
+
+
+BASE = ledger.Request(
+    session=1, set="a", prompt=0, id=None, prompt_tokens=10, temperature=0.0, drafter="autoregressive",
+    method="autoregressive", shape="plain", nodes=1, depth=0, new_tokens=11, rounds=10, finish_reason="length",
+    prefill=0.5, decode=10.0, accept_lengths=(1,) * 10, emitted=(1,) * 10, peak_bytes=None, verdict="plain",
+    parted_at=None, margin=None, lost=None, score=None, token_ids=(), text="",
+)  # fmt: skip
+PLAIN, TREE = BASE.cell, Cell("jetspec", "jetspec", "tree", 8)
+SETTINGS = {"sets": {"a": [2, ""]}, "sampling": {"temperature": [0.0]}, "cells": [list(PLAIN), list(TREE)]}
+
+
+def tree(accepted, decode, **change):
+    """A request of a tree of depth 5 whose rounds accepted so many drafts, all given out."""
+    lengths = tuple(n + 1 for n in accepted)
+    values = {
+        "drafter": "jetspec", "method": "jetspec", "shape": "tree", "nodes": 8, "depth": 5, "rounds": len(lengths),
+        "accept_lengths": lengths, "emitted": lengths, "new_tokens": 1 + sum(lengths), "decode": decode,
+        "verdict": "equal",
+    }  # fmt: skip
+    return dataclasses.replace(BASE, **values | change)
+
+
+def of(*requests, **settings):
+    return summary.of(ledger.Run(SETTINGS | settings, list(requests)))
+
+
+class TestFigures:
+    def test_known_rounds(self):
+        """FC-49: rounds that accept 0, 2 and 5 of 5 drafts."""
+        (_, group) = of(BASE, tree([0, 2, 5], 2.0)).groups
+        f = group.figures
+        assert f.acceptance == f.acceptance_mean == pytest.approx(10 / 3)
+        assert f.reached == pytest.approx([2 / 3, 2 / 3, 1 / 3, 1 / 3, 1 / 3])
+        assert f.conditional == pytest.approx([2 / 3, 1, 1 / 2, 1, 1])
+        assert f.kept == (7, 2) and f.round_seconds == pytest.approx(2 / 3) and f.step_seconds == 1
+        assert f.speedup == f.speedup_mean == pytest.approx(5) and f.efficiency == pytest.approx(1.5)
+        assert f.tokens_per_second == 5
+
+    def test_two_prompts_pooled_and_each(self):
+        """FC-50. Prompt 1: four tokens in two rounds of three seconds; plain decoding takes a second a token."""
+        other = dataclasses.replace(BASE, prompt=1, new_tokens=5, decode=4.0, rounds=4)
+        f = of(BASE, other, tree([0, 2, 5], 2.0), tree([1, 1], 6.0, prompt=1)).groups[1].figures
+        assert f.acceptance == pytest.approx(14 / 5) and f.acceptance_mean == pytest.approx((10 / 3 + 2) / 2)
+        assert f.speedup == pytest.approx(1 / (8 / 14)) and f.speedup_mean == pytest.approx((5 + 4 / 6) / 2)
+        assert f.tokens_per_second == pytest.approx(14 / 8)
+
+    def test_what_one_side_lacks_is_in_no_ratio(self):
+        f = of(BASE, tree([0, 2, 5], 2.0), tree([1, 1], 600.0, prompt=1)).groups[1].figures
+        assert f.speedup == f.speedup_mean == pytest.approx(5) and f.prompts == 2
+        assert of(tree([1], 1.0)).groups[1].figures.speedup is None
+        one = tree([], 0.0, new_tokens=1)  # the token that comes with the prompt
+        f = of(dataclasses.replace(BASE, new_tokens=1, rounds=0, emitted=(), accept_lengths=(), decode=0.0), one)
+        assert f.groups[1].figures.speedup is None and f.groups[1].figures.acceptance is None
+
+    def test_a_tree_stands_beside_its_own_chain(self):
+        """The longest of at most as many nodes. Tokens a second: 5 over 2.5 on one prompt, 1 over 2 on the other."""
+        short, long, other = (Cell(d, d, "chain", n) for d, n in (("jetspec", 4), ("jetspec", 6), ("ngram", 8)))
+        assert summary.chain_of(TREE, [PLAIN, short, long, other, TREE]) == long
+        assert summary.chain_of(long, [long]) is None and summary.chain_of(TREE, [other]) is None
+        chains = [tree([0, 2, 5], 4.0, shape="chain", nodes=6), tree([1, 1], 2.0, shape="chain", nodes=6, prompt=1)]
+        cells = [list(PLAIN), list(TREE), list(long)]
+        rows = [BASE, tree([0, 2, 5], 2.0), tree([1, 1], 4.0, prompt=1), *chains]
+        found = of(*rows, cells=cells).groups
+        assert found[1].figures.over_chain == (pytest.approx(1.0), 1, 2) and found[2].figures.over_chain is None
+        found = of(*rows[:2], chains[0], cells=cells).groups
+        assert found[1].figures.over_chain == (pytest.approx(2.0), 1, 1)
+
+    def test_what_the_limit_cut_is_not_given_out(self):
+        f = of(BASE, tree([0, 2, 5], 2.0, emitted=(1, 3, 2))).groups[1].figures
+        assert f.acceptance == 2 and f.kept == (7, 2)
+
+    def test_verdicts_margins_losses_and_scores(self):
+        lost = {"nothing": 1, "no candidate": 2, "not in the tree": 0, "parent wrong": 0}
+        right, wrong = {"verdict": "right"}, {"verdict": "wrong"}
+        other = dataclasses.replace(BASE, prompt=1, score=right)
+        found = of(
+            dataclasses.replace(BASE, score=right), other,
+            tree([0], 1.0, lost=lost, verdict="differs", margin=0.25, score=right),
+            tree([0], 1.0, prompt=1, lost=lost, verdict="tie", margin=1e-6, score=wrong),
+        )  # fmt: skip
+        f = found.groups[1].figures
+        assert f.margin == 0.25 and f.verdicts == {"differs": 1, "tie": 1} and f.lost["no candidate"] == 4
+        assert (f.scores, f.score_differs) == ({"right": 1, "wrong": 1}, 1)
+        assert tables.verdicts(f) == "1 tie, 1 differs (margin up to 2.5e-01 std)"
+        f = of(BASE, tree([0], 1.0, lost=lost), tree([0], 1.0, prompt=1)).groups[1].figures
+        assert f.lost is None  # one of them does not say
+
+    def test_bins_of_prompt_lengths(self):
+        assert [summary.bin_of(n) for n in (1, 256, 257, 4096, 4097)] == [
+            "<= 256", "<= 256", "257-512", "2049-4096", "> 4096",
+        ]  # fmt: skip
+        long = dataclasses.replace(BASE, prompt=1, prompt_tokens=300)
+        found = of(BASE, long, tree([0, 2, 5], 2.0))
+        assert list(found.lengths) == ["<= 256", "257-512"]
+        assert [g.figures and g.figures.prompts for g in found.lengths["257-512"]] == [1, None]
+
+
+class TestTables:
+    def test_an_absent_cell_is_said(self):
+        text = tables.markdown(ledger.Run(SETTINGS, [BASE]))
+        assert "| a | 0 | jetspec tree 8 | absent (0 of 2) | - |" in text
+        assert "| a | 0 | plain decoding | 1 of 2 | 1.00 |" in text
+        assert "No prompt has 257-512" in text
+
+    def test_a_table_from_the_file_alone(self, done, capsys, monkeypatch):
+        monkeypatch.setattr(load, "load_target", None)
+        assert compare.main(["--table", str(done / "run.jsonl")]) == 0
+        out = capsys.readouterr().out
+        assert out.count("| some | 0 | jetspec tree 4 | 4 |") == 5 and "4 equal" in out
+        rows = [line for line in out.splitlines() if line.startswith("|")]
+        blocks = [len(line.split(" | ")) for line in rows if line.startswith(("| set", "| prompt"))]
+        assert len(blocks) == 5 and "| not available |" in out
+
+    @pytest.mark.parametrize(
+        "text, said",
+        [
+            ("", "no file of a comparison"), ("{}\n", "no file of a comparison"), ('{"kind": 3', "no file of a"),
+            ('{"kind": "jetspec comparison"}\n', "sets, sampling and cells are needed"),
+            ('{"kind": "jetspec comparison", "settings": {}}\n{"set": 3}\n', ":2: session is None"),
+            ("nonsense\n", ":1: not JSON"),
+        ],
+    )  # fmt: skip
+    def test_files_that_are_none(self, tmp_path, capsys, text, said):
+        (tmp_path / "x.jsonl").write_text(text)
+        assert compare.main(["--table", str(tmp_path / "x.jsonl")]) == 1
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and said in err
+
+    def test_a_line_separator_within_a_text_ends_no_line(self, tmp_path):
+        with ledger.opened(tmp_path / "x.jsonl", SETTINGS) as book:
+            book.add(dataclasses.replace(BASE, text="a\u2028b\x85c"))
+        assert ledger.read(tmp_path / "x.jsonl").requests[0].text == "a\u2028b\x85c"
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        "argv, said",
+        [
+            ([], "either --prompts and --out, or --table"), (["--prompts", "x"], "--out is missing"),
+            (["--prompts", "x", "--table", "y"], "either"), (["--table", "x", "y", "--svg", "z"], "one comparison"),
+            (["--prompts", "x", "--out", "y", "--budgets", "8", "8"], "--budgets: 8 8: one is there twice"),
+            (["--prompts", "a/x.jsonl", "b/x.jsonl", "--out", "y"], "--prompts: x x: one is there twice"),
+            (["--prompts", "x", "--out", "y", "--drafters", "oak"], "no method 'oak'"),
+            (["--prompts", "x", "--out", "y", "--budgets", "1"], "--budgets=1: give a whole number in 2..1024"),
+        ],
+    )  # fmt: skip
+    def test_wrong_ones_are_one_line(self, capsys, argv, said):
+        assert compare.main(argv) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and said in err
+
+
+def boxes(svg: str) -> list[float]:
+    """Heights of the bars of a panel."""
+    root = ET.fromstring(f"<g>{svg}</g>")
+    return [float(box.get("height")) for box in root.iter("rect") if box.find("title") is not None]
+
+
+class TestCharts:
+    def test_bars_are_as_high_as_their_values(self):
+        side = chart.bars("t", ["a", "b"], [chart.Bars("x", [1.0, 2.0]), chart.Bars("y", [None, 4.0])])
+        high = boxes(side)
+        assert [h / high[-1] for h in high] == pytest.approx([0.25, 0.5, 1], abs=0.01) and ">-</text>" in side
+        stacked = boxes(chart.bars("t", ["a"], [chart.Bars("x", [1.0]), chart.Bars("y", [3.0])], stacked=True))
+        assert stacked[1] / stacked[0] == pytest.approx(3, abs=0.05)
+
+    def test_points_lie_where_their_values_are(self):
+        svg = chart.curves("t & u", [chart.Curve("<x>", [(1, 0.0), (2, 1.0), (4, 2.0)])], log=True)
+        root = ET.fromstring(f"<g>{svg}</g>")
+        points = [tuple(map(float, p.split(","))) for p in root.find("polyline").get("points").split()]
+        (a, low), (b, middle), (c, high) = points
+        assert b - a == pytest.approx(c - b, abs=0.2) and low - middle == pytest.approx(middle - high, abs=0.2)
+        assert low > high
+        assert "nothing measured" in chart.curves("t", [chart.Curve("x", [])])
+
+    def test_a_picture_of_a_comparison_with_gaps(self):
+        ET.fromstring(chart.comparison(of(BASE)))
+        ET.fromstring(chart.comparison(of(BASE, tree([0, 2, 5], 2.0))))
+
+
+def test_the_ceiling_reads_the_file(done, capsys, tmp_path):
+    assert ceiling.main(["--rows", str(done / "run.jsonl"), "--svg", str(tmp_path / "c.svg")]) == 0
+    assert "| some | 0 | jetspec chain 4 | 3 |" in capsys.readouterr().out
+    ET.parse(tmp_path / "c.svg")
+
+
+def test_the_verdict_of_an_output_that_was_changed():
+    target = load.load_target(PAIR / "target")
+    plain = speculate.generate(target, None, [PROMPTS[1]], None, SamplingConfig(8))[0].token_ids
+    changed = [(plain[0] + 1) % 64, *plain[1:]]
+    found = compare.judged(target, PROMPTS[1], plain, changed, SamplingConfig(8))
+    assert (found["verdict"], found["parted_at"]) == ("differs", 0) and found["margin"] > 1e-4
+    assert compare.judged(target, PROMPTS[1], plain, plain, SamplingConfig(8))["verdict"] == "equal"
+
+
+def test_settings_that_a_file_lacks(tmp_path):
+    with pytest.raises(ConfigError, match="begun with limit=None, now 4"):
+        ledger.same(tmp_path, {"target": "a"}, {"target": "b", "limit": 4})
