@@ -167,6 +167,9 @@ def test_documents_are_whole_definitions_and_long_docstrings(tmp_path, monkeypat
     monkeypatch.setattr(code_prompts, "source_files", lambda name: sorted(package.glob("*.py")))
     found = documents.collect(100)
     assert found == documents.collect(100) and documents.collect(3) == found[:3]
+    middle = sorted(len(d.text) for d in found)[len(found) // 2]
+    assert documents.collect(100, middle) == [d for d in found if len(d.text) >= middle]
+    assert documents.collect(100, longest=middle) == [d for d in found if len(d.text) <= middle]
     kinds = {d.kind for d in found}
     assert kinds == {"code", "text"} and all(documents.SHORTEST <= len(d.text) <= documents.LONGEST for d in found)
     for d in found:
@@ -180,7 +183,7 @@ def test_documents_are_whole_definitions_and_long_docstrings(tmp_path, monkeypat
 
 def test_the_command_writes_prompts(tmp_path, monkeypatch, capsys):
     made = [documents.Document("p", "text", f"word {i} " * 300) for i in range(3)]
-    monkeypatch.setattr(documents, "collect", lambda count: made[:count])
+    monkeypatch.setattr(documents, "collect", lambda count, *characters: made[:count])
     path = tmp_path / "d.jsonl"
     assert documents.main(["--out", str(path), "--count=2"]) == 0
     rows = [json.loads(line) for line in path.read_text().splitlines()]

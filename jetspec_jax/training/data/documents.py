@@ -57,8 +57,8 @@ class Document(NamedTuple):
     text: str
 
 
-def collect(count: int) -> list[Document]:
-    """Collects at most `count` documents of all packages, by a hash of their text; the same ones every time.
+def collect(count: int, shortest: int = SHORTEST, longest: int = LONGEST) -> list[Document]:
+    """Collects at most `count` documents of so many characters, by a hash of their text; the same ones every time.
 
     Lengths are drawn so that as many are between 1,000 and 2,000 characters long as between 4,000 and 8,000.
     """
@@ -66,7 +66,8 @@ def collect(count: int) -> list[Document]:
     for package in code_prompts.LICENCES:
         for path in code_prompts.source_files(package):
             for document in _documents(package, path):
-                found[code_prompts.digest(document.text)] = document
+                if shortest <= len(document.text) <= longest:
+                    found[code_prompts.digest(document.text)] = document
     return [found[key] for key in sorted(found)[:count]]
 
 
@@ -138,6 +139,8 @@ LINE = command.Line(
     [
         Option("out", "text", "JSONL file to write.", required=True, metavar="FILE"),
         Option("count", "whole", "Documents at most.", 500, low=1),
+        Option("shortest", "whole", "Characters of a document.", SHORTEST, low=SHORTEST, high=LONGEST),
+        Option("longest", "whole", "Characters of a document.", LONGEST, low=SHORTEST, high=LONGEST),
     ],
 )
 
@@ -149,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
     out = Path(args.out)
     if not out.parent.is_dir() or out.is_dir():
         raise ConfigError(f"--out={out}: give the name of a file in a folder that is there")
-    found = collect(args.count)
+    found = collect(args.count, args.shortest, args.longest)
     rows = [formats.message(f"document_{d.package}/{i}", prompt(d)) for i, d in enumerate(found)]
     with files.whole(out) as unfinished:
         formats.write(unfinished, rows)
