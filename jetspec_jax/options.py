@@ -52,11 +52,12 @@ class TreeConfig:
     )  # fmt: skip
     width: int | None = option(
         "whole", None,
-        "Candidates a depth (best_first, default 64) or children a node (accum_logp, default 7).",
+        "Candidates a depth (best_first, default 64) or children a node (accum_logp, default 7; eagle3, 10; pctree, "
+        "4).",
         low=1, high=MAX_BUDGET,
     )  # fmt: skip
     depth: int | None = option(
-        "whole", None, "Longest drafted path. Default: the head's block without its anchor.", low=1, high=MAX_BUDGET
+        "whole", None, "Longest drafted path. Default: all that the head drafts.", low=1, high=MAX_BUDGET
     )
     builder: str = option(
         "choice", "best_first",

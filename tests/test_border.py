@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetspec_jax.config import ConfigError, ModelConfig
-from jetspec_jax.drafts import block_files, families
+from jetspec_jax.drafts import block_files, dspark_files, families
 from jetspec_jax.fields import Fields, shown
 from jetspec_jax.files import checkpoint, gguf_file, load, pair, tokenizer
 from jetspec_jax.files.gguf_file import GGUF
@@ -23,6 +23,10 @@ PAIR = FIXTURES / "peer_parity" / "dense_causal"
 TARGET = json.loads((PAIR / "target" / "config.json").read_text())
 MOE = json.loads((FIXTURES / "reference" / "qwen3_moe" / "config.json").read_text())
 HEAD = json.loads((PAIR / "head" / "config.json").read_text())
+DSPARK = {key: value for key, value in HEAD.items() if key != "dflash_config"} | {
+    "architectures": ["Qwen3DSparkModel"], "target_layer_ids": [0], "mask_token_id": 3, "markov_rank": 4,
+    "markov_head_type": "gated", "enable_confidence_head": True, "confidence_head_with_markov": True,
+}  # fmt: skip
 WRONG = [
     None, True, False, 0, -1, 1, 7, 2**31, 2**70, 10**400, 0.5, 64.0, -0.0, float("nan"), float("inf"), "", "x", "1",
     "false", "None", "two\nlines", "\ud800", "y" * 100_000, [], [1], [-1], ["x"], [None], [[1]], [2**70], [True],
@@ -72,6 +76,8 @@ CASES = {
     "head": (lambda key, value: head(HEAD | {key: value}), [*sorted(block_files.READ), *sorted(families.KEYS)]),
     "block": (lambda key, value: head(HEAD | {"dflash_config": HEAD["dflash_config"] | {key: value}}),
               [*sorted(block_files.READ_INSIDE), *sorted(families.KEYS), "unheard_of"]),
+    "dspark": (lambda key, value: head(DSPARK | {key: value}),
+               [*sorted(block_files.READ), *sorted(dspark_files.KEYS), "num_anchors", "unheard_of"]),
     "jetspec.json": (lambda key, value: pair.oddities(block_files.config(HEAD), {key: value}),
                      ["family", "thinking", "training_length", "target_fingerprint", "calibration"]),
 }  # fmt: skip

@@ -19,8 +19,9 @@ import decode
 from jetspec_jax import speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.drafts import dspark, families
+from jetspec_jax.evals import probe, trace
 from jetspec_jax.files import checkpoint, load
-from jetspec_jax.loop.choice import choose
+from jetspec_jax.loop.choice import NOISE_SHARE, choose, noise_rows
 from jetspec_jax.loop.contracts import Ends
 from jetspec_jax.loop.processors import Past, Sampling
 from jetspec_jax.loop.tree import Rule
@@ -35,13 +36,13 @@ KINDS = ["vanilla", "gated", "rnn"]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def propose(draft, params, budget):
-    """The trees after contexts of 9 and 4 rows, and what the head makes of its own chain there."""
+def propose(draft, params, budget, temperature=None):
+    """The trees after contexts of 9 and 4 rows, and what the head makes of its own greedy chain there."""
     count = jnp.asarray(CONTEXTS)
     length = count + 1
     state = draft.extend(params, draft.init(params, 2, 24), tiny.seen(FEATURES, count), tiny.NO_ENDS)
     past = Past(TOKENS, length, length, jnp.full((2, 1), -1))
-    choice = choose(Sampling(None, jnp.zeros(2, jnp.uint32)), past, length < 0, draft.depth, tiny.VOCAB)
+    choice = choose(Sampling(temperature, jnp.arange(2, dtype=jnp.uint32)), past, length < 0, draft.depth, tiny.VOCAB)
     tree, _ = draft.propose(params, state, choice, budget, ENDS)
     hidden, _ = draft.hidden(params, state, choice.anchor, length, ENDS)
     chain = draft.guesses(params, state, choice.anchor, length, ENDS)
@@ -85,6 +86,20 @@ def test_the_chain_is_that_of_recomputed_paths(kind):
         tiny.close(trust[row], trusted)
 
 
+def test_a_sampled_chain_knows_the_noise_of_its_positions():
+    loaded, temperature = tiny.dspark(), jnp.array([0.7, 1.3])
+    rule = Rule(5, width=1, sharpness=2.0)
+    tree, greedy, _ = propose(loaded.draft.shaped(rule, 4), loaded.params, jnp.array([5, 5]), temperature)
+    sampling = Sampling(temperature, jnp.arange(2, dtype=jnp.uint32))
+    noise = np.asarray(noise_rows(sampling, jnp.asarray(CONTEXTS) + 1, 4, tiny.VOCAB), np.float64)
+    for row in range(2):
+        _, _, logp = recomputed(loaded, row)
+        path = []
+        for slot in range(4):
+            path.append(int((logp(path) / float(temperature[row]) + NOISE_SHARE * noise[row, slot]).argmax()))
+        assert tree.tokens[row, 1:].tolist() == path != greedy[row].tolist()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tree_is_that_of_recomputed_paths(kind):
     loaded = tiny.dspark(kind)
@@ -126,29 +141,50 @@ OPTIONS = st.fixed_dictionaries({
     "logit_bias": st.sampled_from([(), ((3, 4.0), (36, -100.0))]),
     "eos": st.sampled_from([(), (5, 6)]),
 })  # fmt: skip
-PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [8], [2, 7, 1, 8]]
+EVERY = {
+    "max_new_tokens": 20, "temperature": 0.9, "top_k": 9, "repetition_penalty": 1.1, "logit_bias": ((7, 1.0),),
+    "eos": (9,),
+}  # fmt: skip
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [8], [0, 1, 7], [5, 4]]
 CHAIN, TREE = TreeConfig(5, width=1), TreeConfig(16)
 
 
 @pytest.mark.parametrize("markov, tree", [("vanilla", CHAIN), ("gated", TREE), ("rnn", TreeConfig(8, depth=2))])
-@settings(max_examples=3, derandomize=True)
-@given(asked=OPTIONS)
+@settings(max_examples=6, derandomize=True)
+@given(asked=st.lists(OPTIONS, min_size=3, max_size=3))
 def test_tokens_are_those_of_plain_decoding(markov, tree, asked):
-    target, head, option = tiny.target("dense"), tiny.dspark(markov), SamplingConfig(**asked)
-    fast = speculate.generate(target, head, PROMPTS, tree, option, prefill_chunk=4)
-    plain = speculate.generate(target, None, PROMPTS, None, option)
+    """Each row has options of its own; the last has all of them, so that one program serves every example."""
+    options = [SamplingConfig(**row) for row in (*asked, EVERY)]
+    target, head = tiny.target("dense"), tiny.dspark(markov)
+    fast = speculate.generate(target, head, PROMPTS, tree, options, prefill_chunk=4)
+    plain = speculate.generate(target, None, PROMPTS, None, options)
     assert [r.token_ids for r in fast] == [r.token_ids for r in plain]
 
 
-@pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
-def test_a_batch_of_eight_accepts_and_equals_single_rows(tree):
-    target, head = tiny.target("dense"), tiny.dspark()
+def test_a_batch_of_eight_accepts_and_equals_single_rows():
+    target, head, option = tiny.target("dense"), tiny.dspark(), SamplingConfig(24, eos=())
     prompts = [[i, i + 1, 7] for i in range(8)]
-    together = speculate.generate(target, head, prompts, tree, SamplingConfig(24, eos=()))
-    alone = [speculate.generate(target, head, p, tree, SamplingConfig(24, eos=())) for p in prompts[::3]]
-    for a, b in zip(together[::3], alone, strict=True):
+    together = speculate.generate(target, head, prompts, TREE, option)
+    for a, prompt in zip(together[::3], prompts[::3], strict=True):
+        b = speculate.generate(target, head, prompt, TREE, option)
         assert (a.token_ids, a.accept_lengths, a.tree_sizes) == (b.token_ids, b.accept_lengths, b.tree_sizes)
-    assert max(n for r in together for n in r.accept_lengths) >= 2
+    assert max(n for r in together for n in r.accept_lengths) >= 3
+    chains = speculate.generate(target, head, prompts, CHAIN, option)
+    assert [r.token_ids for r in chains] == [r.token_ids for r in together]
+    assert sum(r.rounds for r in together) < sum(r.rounds for r in chains)
+
+
+def test_the_doctors_probe_runs_the_chain():
+    """At the anchors of real rounds it finds the lengths that were accepted there."""
+    target, head, prompt = tiny.target("dense"), tiny.dspark(), PROMPTS[2]
+    rounds, result = trace.record(target, head, prompt, CHAIN, SamplingConfig(40, eos=()))
+    lengths = [len(done.accepted) for done in rounds]
+    anchors = len(prompt) + np.cumsum([0, *lengths])[:-1]
+    whole = anchors + head.draft.depth < len(prompt) + 40
+    found = probe.texts(target, [prompt], [result.token_ids], head.draft.depth)
+    padded = np.resize(anchors[whole], (1, probe.ANCHORS)).astype(np.int32)
+    runs, _ = probe.runs(target, head, found._replace(anchors=padded), head.config)
+    assert runs.tolist() == np.resize(np.array(lengths)[whole], probe.ANCHORS).tolist() and max(lengths) >= 3
 
 
 def test_no_other_tree_is_drawn():
