@@ -116,6 +116,11 @@ class TestGoingOn:
         (tmp_path / "some.jsonl").write_text((tmp_path / "some.jsonl").read_text().replace("11", "13"))
         assert compare.main(words(tmp_path)) == 1 and "begun with sets=" in capsys.readouterr().err
 
+    def test_a_prompt_that_does_not_fit_is_named(self, tmp_path, capsys):
+        prompts(tmp_path)
+        assert compare.main(words(tmp_path, "--max_new_tokens", "100000")) == 1
+        assert "some, prompt 1: " in capsys.readouterr().err and not (tmp_path / "run.jsonl").exists()
+
     def test_two_commands_do_not_write_one_file(self, done, tmp_path, capsys):
         path = copied(done, tmp_path)
         with ledger.opened(path, ledger.read(path).settings):

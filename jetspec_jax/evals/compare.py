@@ -284,7 +284,10 @@ def _run(args: command.Args) -> None:
     sets = read(target, args, pair.thinking(target, heads[0] if heads else None, args.thinking))
     for part in sets:
         for prompt in part.prompts:
-            speculate.check(target, prompt.ids, samplings[0])
+            try:
+                speculate.check(target, prompt.ids, samplings[0])
+            except ConfigError as error:
+                raise ConfigError(f"{part.name}, prompt {prompt.place + 1}: {error}") from None
     task = Task(target, entries, sets, samplings, args.repeats, args.lost, args.run_code)
     say = lambda line: print(line, file=sys.stderr, flush=True)
     if args.run_code:

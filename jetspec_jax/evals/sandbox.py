@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SECONDS, MEMORY = 10, 1 << 30
-WALL = 2.0  # how much longer than its CPU seconds a program may take, as a factor
+WALL = 3.0  # how much longer than its CPU seconds a program may take, as a factor
 SHOWN = 200  # characters of a reason
 
 # Runs in the child: limits first, then the program; the word is written when the program came to its end by itself.
@@ -54,7 +54,7 @@ def run(program: str, seconds: int = SECONDS, memory: int = MEMORY) -> Outcome:
 
     Args:
       program: its source.
-      seconds: of CPU that it may take; twice as many may pass.
+      seconds: of CPU that it may take; three times as many may pass.
       memory: bytes of address space.
     """
     word = secrets.token_hex(16)
