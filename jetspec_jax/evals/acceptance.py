@@ -136,7 +136,7 @@ LINE = command.Line(
         command.DTYPE,
         command.BACKEND,
         dataclasses.replace(_several(command.TREE["budget"]), default=(64,), help="Tree nodes, root included."),
-        *(option for name, option in command.TREE.items() if name in ("width", "depth", "builder")),
+        *(option for name, option in command.TREE.items() if name in ("width", "depth", "builder", "window")),
         _several(command.TREE["sharpness"]),
         _several(command.SAMPLING["temperature"]),
         *command.sampling("temperature", "stop", "include_stop_text", "logprobs"),
