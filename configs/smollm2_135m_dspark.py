@@ -10,7 +10,10 @@ demo head, with which it is to be compared: 22.1 M parameters where that has 15.
 head. Held-out figures are those of chains (docs/training.md), so compare heads by
 `python -m jetspec_jax.evals.acceptance` alone.
 
-Not run: no GPU was at hand. Hardware: one NVIDIA H200.
+Not run: no GPU was at hand. Hardware: one NVIDIA H200; features take as much as the demo's. What it computes was tried
+on two CPU cores in float32: the 24 prompts of `tiny_prompts.jsonl`, 40 new tokens, 60 steps of 2 sequences x 24 blocks,
+loss 3.31 at step 10 and 2.57 at step 60; real decoding at budget 8 of four prompts that it was trained on gave out 1.33
+tokens a round.
 """
 
 import ml_collections

@@ -26,7 +26,7 @@ MODEL = ModelConfig("qwen3", 48, 16, 2, 2, 1, 8, 24, 1e-6, 1e4, 512, True, True,
 HEAD = HeadConfig(48, 16, 1, 2, 1, 8, 24, 1e-6, 1e4, 512, 2, 4, 3, (0, 1), True)
 EAGLE = Eagle3Config(48, 32, 16, 2, 1, 8, 24, 1e-6, 1e4, 512, 2, (0, 1), depth=3)
 DSPARK = DSparkConfig(
-    48, 16, 1, 2, 1, 8, 24, 1e-6, 1e4, 512, 2, 4, 3, (0, 1), False, markov_rank=6, confidence=True,
+    48, 16, 1, 2, 1, 8, 24, 1e-6, 1e4, 512, 2, 4, 3, (0, 1), False, markov_rank=8, confidence=True,
     confidence_markov=True,
 )  # fmt: skip
 WIDTH = 24
