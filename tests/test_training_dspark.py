@@ -114,6 +114,23 @@ def test_loss_and_gradient_are_those_of_whole_logits(kind, mix, share):
     close(got, slope)
 
 
+def test_a_head_without_the_two_small_ones_is_one_in_which_they_do_nothing():
+    bare = dataclasses.replace(DSPARK, markov_rank=0, confidence=False, confidence_markov=False)
+    change = {"mix": PAPER, "anchors": WIDTH, "loss_chunk": 64}
+    less, more = dspark_recipe(head=bare, **change), dspark_recipe(confidence=0.0, **change)
+    still = params() | {"markov": params()["markov"] | {"w2": jnp.zeros((48, 8))}}
+    own = {name: x for name, x in params().items() if name not in ("markov", "confidence")}
+    asked = everywhere(less, part(), anchors.candidates(part().learnt, part().document))
+    got, sums = gradient(less, own, part(), found(), asked)
+    wanted, same = gradient(more, still, part(), found(), asked)
+    np.testing.assert_allclose(sums, same, rtol=1e-5)
+    assert wanted["markov"]["w2"].any() and not jax.tree.reduce(
+        lambda a, x: a + np.abs(x).sum(), wanted["confidence"], 0
+    )
+    close(got, {name: wanted[name] for name in got})
+    assert "markov" not in got and less.learns.describe(less)["Markov head"] == "none"
+
+
 def test_slots_after_a_token_that_is_not_learnt_weigh_nothing():
     """Weights fall off by slot up to there; what the text and the target say after it changes no loss and no slope."""
     r, p = dspark_recipe(mix=PAPER, anchors=WIDTH, loss_chunk=64), part()
