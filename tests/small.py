@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax.config import HeadConfig, ModelConfig
+from jetspec_jax.drafts.dspark_files import DSparkConfig
 from jetspec_jax.drafts.eagle3_files import Eagle3Config
 from jetspec_jax.files import load
 from jetspec_jax.files.tokenizer import Tokenizer
@@ -24,6 +25,10 @@ from jetspec_jax.training.recipe import Recipe
 MODEL = ModelConfig("qwen3", 48, 16, 2, 2, 1, 8, 24, 1e-6, 1e4, 512, True, True, eos_token_ids=(1,))
 HEAD = HeadConfig(48, 16, 1, 2, 1, 8, 24, 1e-6, 1e4, 512, 2, 4, 3, (0, 1), True)
 EAGLE = Eagle3Config(48, 32, 16, 2, 1, 8, 24, 1e-6, 1e4, 512, 2, (0, 1), depth=3)
+DSPARK = DSparkConfig(
+    48, 16, 1, 2, 1, 8, 24, 1e-6, 1e4, 512, 2, 4, 3, (0, 1), False, markov_rank=8, confidence=True,
+    confidence_markov=True,
+)  # fmt: skip
 WIDTH = 24
 END, SPEAKERS = "$", {"system": "<", "user": "@", "assistant": ">"}
 ALPHABET = "?$ M\n<@>0123456789abcdefghijklmnopqrstuvwxyz.,U\u2042"  # "M" is the mask, id 3
@@ -92,6 +97,11 @@ def eagle_recipe(steps=4, **change) -> Recipe:
     return recipe(steps, **{"head": EAGLE, "objective": objective.module("eagle3"), "unroll": 3, "gamma": 0.0} | change)
 
 
+def dspark_recipe(steps=4, **change) -> Recipe:
+    """A recipe for a DSpark head with a block of four slots, all of which draft."""
+    return recipe(steps, **{"head": DSPARK, "objective": objective.module("dspark"), "gamma": 4.0} | change)
+
+
 def example(name: str, tokens, prompt: int) -> Example:
     tokens = np.asarray(tokens, np.int32)
     return Example(name, tokens, np.arange(tokens.size) >= prompt)
@@ -154,3 +164,12 @@ def questions(folder: pathlib.Path) -> pathlib.Path:
     texts = ["ab", "cde", "f", "gh", "ijk", "l", "mn", "op", "q", "rst", "u", "v"]
     path.write_text("".join(json.dumps({"id": f"s/{i}", "prompt": t}) + "\n" for i, t in enumerate(texts)))
     return path
+
+
+DSPARK_RUN = RUN | {
+    "family": "dspark",
+    "markov_rank": 6,
+    "forward_kl": 0.0,
+    "cross_entropy": 0.1,
+    "total_variation": 0.9,
+}

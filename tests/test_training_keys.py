@@ -34,6 +34,7 @@ class Proof(NamedTuple):
 
 
 TEXTS = {"answers": "corpus", "text_loss": "all"}
+DSPARK = {"family": "dspark", "markov_rank": 6}
 EAGLE = {"family": "eagle3", "mask_token_id": -1, "block_size": 16, "draft_vocab": 32, "unroll": 3}
 POOL = {"data": "", "prompt_sets": "SETS"}
 PROOFS = {
@@ -78,6 +79,8 @@ PROOFS = {
     "mask_token_id": Proof(7, "step"),
     "causal": Proof(False, "step"),
     "draft_vocab": Proof(30, "step decided", EAGLE),
+    "markov_rank": Proof(5, "step", DSPARK),
+    "markov_head": Proof("gated", "step", DSPARK),
     "init_head": Proof("HEAD", "start"),
     "anchors": Proof(3, "step"),
     "gamma": Proof(2.0, "step"),
@@ -87,6 +90,7 @@ PROOFS = {
     "reverse_kl": Proof(0.5, "step"),
     "cross_entropy": Proof(0.5, "step"),
     "total_variation": Proof(0.5, "step"),
+    "confidence": Proof(0.5, "step", DSPARK),
     "loss_temperature": Proof(2.0, "step"),
     "loss_chunk": Proof(8, "step"),
     "steps": Proof(9, "step"),
@@ -279,7 +283,7 @@ def test_every_key_reaches_what_it_configures(handed):
 def test_every_number_of_the_recipe_is_the_setting_of_its_name():
     """A change shows that a key arrives somewhere; this, that no two of them are swapped."""
     given = {"forward_kl": 0.5, "reverse_kl": 0.25, "cross_entropy": 0.125, "loss_temperature": 1.5, "beta1": 0.7}
-    given |= {"total_variation": 0.4, "unroll": 4, "unroll_decay": 0.9}
+    given |= {"total_variation": 0.4, "unroll": 4, "unroll_decay": 0.9, "confidence": 0.3}
     given |= {"beta2": 0.8, "warmup": 0.3, "final_lr": 0.2, "weight_decay": 0.6, "clip": 3.0, "gamma": 5.0, "seed": 9}
     config = settings.make(RUN | given | {"data": "d", "remat": False}, "c")
     made = recipes.make(config, target().model, "float32", HEAD, 7, "xla")
@@ -290,5 +294,5 @@ def test_every_number_of_the_recipe_is_the_setting_of_its_name():
         "steps",
         "attention",
     }
-    assert len(same) == 14 and all(getattr(made, name) == getattr(config, name) for name in same)
+    assert len(same) == 15 and all(getattr(made, name) == getattr(config, name) for name in same)
     assert (made.steps, made.attention, made.dtype) == (7, "xla", "float32")

@@ -127,6 +127,18 @@ def test_the_loss_over_a_vocabulary_of_152k_fits_a_device_of_16_gb():
     assert gigabytes(2048) < 16 < gigabytes(7680)  # that is the whole at once
 
 
+def test_expected_probabilities():
+    """Against the formula of the cross entropy; a row that weighs nothing may hold anything."""
+    logit, wanted = jnp.array([[2.0, -3.0, jnp.nan, 60.0]]), jnp.array([[0.7, 0.9, jnp.nan, 0.0]])
+    weight = jnp.array([[1.0, 0.5, 0.0, 2.0]])
+    value, slope = losses.expect(logit, wanted, weight)
+    say = lambda x, p: -(p * jnp.log(jax.nn.sigmoid(x)) + (1 - p) * jnp.log(jax.nn.sigmoid(-x)))
+    one = [say(x, p) for x, p in ((2.0, 0.7), (-3.0, 0.9))]
+    np.testing.assert_allclose(value, one[0] + one[1] / 2 + 2 * 60, rtol=1e-6)
+    slopes = [jax.grad(say)(2.0, 0.7), jax.grad(say)(-3.0, 0.9) / 2, 0, 2]
+    np.testing.assert_allclose(slope, [slopes], rtol=1e-6)
+
+
 def test_run_length():
     hit = jnp.array([[[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]], bool)
     exists = jnp.array([[[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]], bool)

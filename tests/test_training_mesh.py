@@ -103,8 +103,17 @@ print("same")
 """
 
 
+MARKOV_TABLES = (
+    TABLE_OF_ITS_OWN.replace("EAGLE", "DSPARK")
+    .replace("eagle_recipe", "dspark_recipe")
+    .replace('many["lm_head"]', 'many["markov"]["w2"]')
+)
+
+
 @pytest.mark.parametrize(
-    "script", [SCRIPT, pytest.param(TABLE_OF_ITS_OWN, marks=pytest.mark.slow)], ids=["blocks", "own"]
+    "script",
+    [SCRIPT, *(pytest.param(script, marks=pytest.mark.slow) for script in (TABLE_OF_ITS_OWN, MARKOV_TABLES))],
+    ids=["blocks", "own", "markov"],
 )
 def test_eight_devices_give_the_losses_of_one(tmp_path, script):
     flags = "--xla_force_host_platform_device_count=8"

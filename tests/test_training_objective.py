@@ -86,6 +86,7 @@ def straight() -> types.ModuleType:
         return losses.Logits((losses.Term(hidden, teacher.unembedding(target_params)),))
 
     module.draw, module.hidden, module.logits = draw, hidden, logits
+    module.confidence = lambda recipe, folded, hidden, asked: None
     module.by_path = lambda config: False
     module.ask = lambda recipe, p, part, place, valid: asked(
         part, anchors.Anchors(place, valid), recipe.head.depth, 0.0

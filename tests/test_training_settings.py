@@ -17,7 +17,7 @@ from jetspec_jax.training import (
     settings,
 )
 from jetspec_jax.training.objectives import block as learns
-from jetspec_jax.training.objectives import eagle3
+from jetspec_jax.training.objectives import dspark, eagle3
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -33,6 +33,9 @@ WRONG = [
     ({"mask_token_id": -7}, "mask_token_id=-7: negative"),
     ({"block_size": 1}, "block_size=1: give a number >= 2"),
     ({"sequence_length": 8}, "block_size=16: longer than sequence_length=8"),
+    ({"markov_head": "rnn"}, "markov_head=rnn: choose one of vanilla, gated"),
+    ({"markov_rank": -1}, "markov_rank=-1: give a number >= 0"),
+    ({"confidence": -1}, "confidence=-1.0: give a number >= 0"),
     ({"unroll": 0}, "unroll=0: give a number >= 1"),
     ({"unroll_decay": 0}, "unroll_decay=0.0: give a number > 0 and <= 1"),
     ({"dtype": "bfloat61"}, "dtype=bfloat61: choose one of .*did you mean bfloat16"),
@@ -109,6 +112,18 @@ def test_keys_of_another_family_are_refused():
         ("eagle3", {"tap_layers": (0, 4)}, r"tap_layers=\(0, 4\): does not fit the target .*0-based, 0..3"),
         ("jetspec", {"mask_token_id": 3, "unroll": 3}, "unroll=3: jetspec heads have no use for it; leave it out"),
         ("jetspec", {"mask_token_id": 3, "unroll_decay": 0.5}, "unroll_decay=0.5: jetspec heads have no use"),
+        ("dflash", {"mask_token_id": 3, "causal": False, "markov_rank": 8}, "markov_rank=8: dflash heads have no use"),
+        ("eagle3", {"markov_head": "gated"}, "markov_head=gated: eagle3 heads have no use"),
+        ("jetspec", {"mask_token_id": 3, "confidence": 0.0}, "confidence=0.0: jetspec heads have no use"),
+        ("dspark", {"mask_token_id": 3, "causal": False}, "causal=false: dspark heads have no use for it"),
+        ("dspark", {"mask_token_id": 3, "unroll": 3}, "unroll=3: dspark heads have no use"),
+        ("dspark", {"mask_token_id": 48}, "mask_token_id=48: the target has the embedding rows 0..47"),
+        ("dspark", {"mask_token_id": 3, "tap_layers": (0, 4)}, r"tap_layers=\(0, 4\): does not fit the target"),
+        (
+            "dspark",
+            {"mask_token_id": 3, "markov_rank": 0, "markov_head": "gated"},
+            "markov_head=gated: markov_rank=0 is no Markov head",
+        ),
         ("", {"mask_token_id": 3, "draft_vocab": 5}, "draft_vocab=5: jetspec heads have no use for it"),
     ]:
         config = settings.make({"family": family, "steps": 1, "data": "x", "tap_layers": (0, 2)} | change, "c.py")
@@ -120,6 +135,18 @@ def test_keys_of_another_family_are_refused():
         eagle3.configure(config, SMALL)
     deep = eagle3.configure(config, dataclasses.replace(SMALL, num_layers=30))
     assert deep.tap_layers == (1, 14, 26) and deep.draft_vocab_size == 48 and not deep.reduced
+
+
+def test_what_a_dspark_head_has_is_told_by_its_settings():
+    usual = {"family": "dspark", "steps": 1, "data": "x", "mask_token_id": 3, "block_size": 7, "tap_layers": (0, 2)}
+
+    def made(**change):
+        c = dspark.configure(settings.make(usual | change, "c.py"), MODEL)
+        return c.depth, c.causal, c.markov_rank, c.markov, c.confidence, c.confidence_markov, c.num_anchors
+
+    assert made(anchors=5) == (7, False, 256, "vanilla", True, True, 5)
+    assert made(markov_rank=8, markov_head="gated", confidence=0.0) == (7, False, 8, "gated", False, False, 256)
+    assert made(markov_rank=0, confidence=0.5) == (7, False, 0, "vanilla", True, False, 256)
 
 
 def test_missing_paths_are_noticed_at_once(tmp_path):

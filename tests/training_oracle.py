@@ -103,8 +103,13 @@ def target_states(model, taps):
     return run
 
 
-def head_states(c, params, embedding, anchor_token, features, sees, position, places):
-    """Hidden states [D, E] of one block; features [S, F], places [S]: positions of the rows in their documents."""
+def head_states(*given):
+    """Hidden states [D, E] of what one block drafts, as `block_states` takes it."""
+    return block_states(*given)[1:]
+
+
+def block_states(c, params, embedding, anchor_token, features, sees, position, places):
+    """Hidden states of all slots; features [S, F], places [S]: positions of the rows in their documents."""
     context = norm(features @ params["fc"], params["hidden_norm"], c.norm_eps)
     slots = c.block_size
     x = embedding[jnp.concatenate([anchor_token[None], jnp.full(slots - 1, c.mask_token_id)])]
@@ -113,7 +118,47 @@ def head_states(c, params, embedding, anchor_token, features, sees, position, pl
     positions = jnp.concatenate([places, position + jnp.arange(slots)])
     for p in params["layers"].values():
         x = layer(c, p, x, context, positions, visible)
-    return norm(x, params["norm"], c.norm_eps)[1:]
+    return norm(x, params["norm"], c.norm_eps)
+
+
+def dspark_slot(c, params, table, hidden, before):
+    """Logits [V] of one slot and that of its confidence: hidden state [E], the token before it."""
+    row = seen = params["markov"]["w1"][before]
+    if c.markov == "gated":
+        gate = jnp.concatenate([hidden, row]) @ params["markov"]["gate"] + params["markov"]["gate_bias"]
+        row = row / (1 + jnp.exp(-gate))
+    trust = jnp.concatenate([hidden, seen]) @ params["confidence"]["proj"][0] + params["confidence"]["bias"][0]
+    return table @ hidden + params["markov"]["w2"] @ row, trust
+
+
+def dspark_loss(r, target_params, scale, params, batch, blocks, taps, final):
+    """Weighted sum of the losses of all slots [blocks, D], whole logits at once, and its weight.
+
+    taps [B, S, F], final [B, S, E]: of the target.
+    """
+    embedding = target_params["embedding"]
+    table, heat = target_params.get("lm_head", embedding), r.mix.temperature
+    folded = params | {"fc": params["fc"] / scale[:, None]}
+    tokens, places, rows = np.asarray(batch.tokens), np.asarray(batch.position), np.array([b.sequence for b in blocks])
+    label, weight = (np.stack([getattr(b, name) for b in blocks]) for name in ("label", "weight"))
+
+    def slot(hidden, before, teacher, label):
+        z, trust = dspark_slot(r.head, folded, table, hidden, before)
+        wanted = table @ teacher
+        p, q = jax.nn.softmax(wanted / heat), jax.nn.softmax(z / heat)
+        same = jax.lax.stop_gradient(jnp.minimum(p, q).sum())
+        unsure = -same * jnp.log(jax.nn.sigmoid(trust)) - (1 - same) * jnp.log(1 - jax.nn.sigmoid(trust))
+        return each_loss(r.mix, z, wanted, label)[0] + r.confidence * unsure
+
+    def one(token, features, sees, position, places, *slots):
+        return jax.vmap(slot)(block_states(r.head, folded, embedding, token, features, sees, position, places), *slots)
+
+    value = jax.vmap(one)(
+        tokens[rows, [b.anchor for b in blocks]], np.asarray(taps)[rows], np.stack([b.sees for b in blocks]),
+        np.array([b.position for b in blocks]), places[rows], tokens[rows[:, None], label - 1],
+        np.asarray(final)[rows[:, None], label - 1], tokens[rows[:, None], label],
+    )  # fmt: skip
+    return (value * weight).sum(), weight.sum()
 
 
 def eagle3_states(c, params, embedding, tokens, taps, sees, place, anchor, steps):

@@ -61,6 +61,11 @@ class DSpark(Head):
         bias, memory = self.markov.bias(jnp.broadcast_to(hidden, rows), token, memory)
         return logits + bias, memory
 
+    def trust(self, hidden: Float[Array, "B T E"], before: Int[Array, "B T"]) -> Float[Array, "B T"]:
+        """Returns the logit of the confidence in each slot's token, of its hidden state and the token before."""
+        rows = (hidden, self.markov.embed(before)) if self.config.confidence_markov else (hidden,)
+        return self.confidence.logits(*rows)
+
 
 @dataclasses.dataclass(frozen=True)
 class DSparkDraft(BlockDraft):
@@ -133,8 +138,7 @@ class DSparkDraft(BlockDraft):
         head = self._module(params)
         if not self.config.confidence:
             raise ConfigError("enable_confidence_head=False: this head was trained without a confidence")
-        rows = (hidden, head.markov.embed(before)) if self.config.confidence_markov else (hidden,)
-        logits = head.confidence.logits(*rows)
+        logits = head.trust(hidden, before)
         return logits / self._temperatures() if self.temperature else logits
 
     def _chain(

@@ -60,7 +60,8 @@ FAMILIES = (
     ),
     Family(
         "dspark", dspark.build, dspark_files.reads, dspark_files.config, dspark_files.names,
-        marks=frozenset({DSPARK}), spare=frozenset({"embed_tokens.weight", "lm_head.weight"}),
+        "jetspec_jax.training.objectives.dspark", marks=frozenset({DSPARK}),
+        spare=frozenset({"embed_tokens.weight", "lm_head.weight"}),
     ),
     Family("ngram", ngram.build),
     Family("synthetic", synthetic.build),

@@ -40,10 +40,10 @@ class Markov(nnx.Module):
         """Returns the rows of W1."""
         return jnp.take(self.w1[...], token, axis=0)
 
-    def bias(
+    def rows(
         self, hidden: Float[Array, "B T E"], token: Int[Array, "B T"], memory: Float[Array, "B T Z"]
-    ) -> tuple[Float[Array, "B T V"], Float[Array, "B T Z"]]:
-        """Returns what is added to the slots' logits (f32), and what is remembered after their tokens.
+    ) -> tuple[Float[Array, "B T M"], Float[Array, "B T Z"]]:
+        """Returns the rows that W2 makes logits of, and what is remembered after their tokens.
 
         Args:
           hidden: of the slots.
@@ -58,6 +58,13 @@ class Markov(nnx.Module):
             kept = jax.nn.sigmoid(gate)
             memory = kept * memory + (1 - kept) * jnp.tanh(new)
             row = jnp.tanh(out)
+        return row, memory
+
+    def bias(
+        self, hidden: Float[Array, "B T E"], token: Int[Array, "B T"], memory: Float[Array, "B T Z"]
+    ) -> tuple[Float[Array, "B T V"], Float[Array, "B T Z"]]:
+        """Returns what is added to the slots' logits (f32), and what is remembered, as `rows` does."""
+        row, memory = self.rows(hidden, token, memory)
         return einsum("btm,vm->btv", row, self.w2[...], jnp.float32), memory
 
 

@@ -31,7 +31,9 @@ TABLE = {
     "gate_up": Rule(-1, 0),
     "down": Rule(-2, -1),
     "router": Rule(None, None),
-}  # every other parameter is a norm's vector: repeated everywhere
+    "w1": Rule(None, 1),  # a Markov head's tables
+    "w2": Rule(None, 1),
+}  # every other parameter is a norm's vector, or as small: repeated everywhere
 
 
 def make_mesh(model: int = 1, devices: list | None = None) -> Mesh:

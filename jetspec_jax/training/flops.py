@@ -15,8 +15,12 @@ the method needs, a multiplication and an addition each, whatever is computed tw
         + 4 * rows * S / 2 * N * H                              context up to the row
         its own table, 2 * slots * U * E each: draft, gradient by rows, gradient by table
 
+    a DSpark head: a block head and lm_head, and
+        2 * slots * (E + M) * M, three times, for a gated Markov head of rank M
+        its own table, 2 * slots * V * M each: draft, gradient by rows, gradient by table
+
 tokens = sequences * S, rows = sequences * anchors * T block rows (of an EAGLE-3 head: its steps), slots = rows without
-the anchors'.
+the anchors', which draft in a DSpark head alone.
 """
 
 from __future__ import annotations

@@ -246,6 +246,19 @@ def _at(x: Float[Array, "B R V"], token) -> Float[Array, "B R"]:
     return jnp.take_along_axis(x, token[..., None], -1)[..., 0]
 
 
+def expect(
+    logit: Float[Array, "*rows"], wanted: Float[Array, "*rows"], weight: Float[Array, "*rows"]
+) -> tuple[Float[Array, ""], Float[Array, "*rows"]]:
+    """Returns the weighted sum of binary cross entropies of probabilities, and its derivative by the logits.
+
+    wanted: the probability that each is to say, itself not learnt by this. weight: 0 where it may be anything.
+    """
+    counts = weight > 0
+    loss = jax.nn.softplus(logit) - wanted * logit
+    slope = jax.nn.sigmoid(logit) - wanted
+    return jnp.where(counts, loss * weight, 0).sum(), jnp.where(counts, slope * weight, 0)
+
+
 LEAST = -1e4  # logit below the peak that stands for no probability in the reverse KL, which would be infinite
 
 

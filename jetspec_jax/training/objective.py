@@ -67,6 +67,10 @@ class Objective(Protocol):
         """Returns the drafted logits as products [B, A, D, E] x [U, E]: with the target's lm_head, or tables of the
         head's own."""
 
+    def confidence(self, recipe: Any, folded: dict, hidden: Any, asked: Questions) -> Float[Array, "B A D"] | None:
+        """Returns the logit of the trust that the head has in each slot, None where it has no such thing. It learns the
+        overlap of the two distributions there, with the share `recipe.confidence`."""
+
     def by_path(self, config: Any) -> bool:
         """Returns whether a node's candidates depend on its path. The evaluation follows chains then, and no trees."""
 

@@ -35,6 +35,7 @@ class Recipe:
     gamma: float = 0.0
     unroll: int = 7
     unroll_decay: float = 0.8
+    confidence: float = 1.0
     loss_chunk: int = 4096
     warmup: float = 0.04
     final_lr: float = 0.1

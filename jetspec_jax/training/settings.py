@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.config import ConfigError, ModelConfig
+from jetspec_jax.config import MOST_SIZE, ConfigError, ModelConfig
 from jetspec_jax.fields import MOST, Option, shown
 
 LONGEST = 200  # characters of a value in a message; paths are longer than other values
@@ -106,6 +106,8 @@ class Settings:
     mask_token_id: int = _key(-1, "an embedding row that no text uses; there is no default")
     causal: bool = _key(True, "a slot sees those before it; false: the whole block (DFlash)")
     draft_vocab: int = _number(0, "tokens an eagle3 head drafts, the most frequent of what is learnt; 0 is all", 0)
+    markov_rank: int = _number(256, "rank of a dspark head's Markov head; 0: it has none", 0, MOST_SIZE)
+    markov_head: str = _one_of("vanilla", "its kind; a published rnn head decodes, none is trained", "vanilla", "gated")
     init_head: str = _key("", "a head to go on from, instead of random parameters")
 
     # ---- objective
@@ -117,6 +119,7 @@ class Settings:
     reverse_kl: float = _number(0.0, "share of the mix", 0)
     cross_entropy: float = _number(0.0, "share of the mix", 0)
     total_variation: float = _number(0.0, "share of the mix", 0)
+    confidence: float = _number(1.0, "share of a dspark head's confidence, beside the mix; 0: it has none", 0)
     loss_temperature: float = _number(1.0, "temperature of all but cross entropy", 0, 100, above=True)
     loss_chunk: int = _number(4096, "rows whose f32 logits exist at a time", 1)
 

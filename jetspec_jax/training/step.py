@@ -156,9 +156,10 @@ def _gradient(recipe: Recipe, target_params, scale, params, part: Batch, feature
         folded = learns.fold(_with(trained, params), scale, recipe.dtype)
         hidden = learns.hidden(recipe, folded, part, features, asked)
         drafted = learns.logits(recipe, target_params, folded, hidden, asked)
-        return tuple(losses.Slope(t.rows, t.table if t.trained else None) for t in drafted.terms), drafted
+        parts = tuple(losses.Slope(t.rows, t.table if t.trained else None) for t in drafted.terms)
+        return (parts, learns.confidence(recipe, folded, hidden, asked)), drafted
 
-    made, pullback, drafted = jax.vjp(run, _trained(params), has_aux=True)
+    (made, trust), pullback, drafted = jax.vjp(run, _trained(params), has_aux=True)
     weight, batch = asked.weight, asked.weight.shape[0]
     chex.assert_equal_shape_prefix([asked.label, weight, *(x.rows for x in made)], 3)
     flat = lambda x: x.reshape(batch, -1, x.shape[-1])
@@ -169,10 +170,14 @@ def _gradient(recipe: Recipe, target_params, scale, params, part: Batch, feature
         label=jnp.take_along_axis(part.tokens, label, 1),
         weight=weight.reshape(label.shape),
     )
-    loss = losses.distill(teacher.unembedding(target_params), drafted, rows, recipe.mix, recipe.loss_chunk)
+    table = teacher.unembedding(target_params)
+    loss = losses.distill(table, drafted, rows, recipe.mix, recipe.loss_chunk, overlap=trust is not None)
     slopes = tuple(s._replace(rows=s.rows.reshape(m.rows.shape)) for s, m in zip(loss.slopes, made, strict=True))
-    (gradient,) = pullback(slopes)
+    counted, value, by_trust = loss.weight.reshape(weight.shape), loss.value, None
+    if loss.overlap is not None:
+        more, by_trust = losses.expect(trust, loss.overlap.reshape(weight.shape), recipe.confidence * counted)
+        value += more
+    (gradient,) = pullback((slopes, by_trust))
     exists: Bool[Array, "B A D"] = weight > 0
     run_sum, first, count = losses.run_length(loss.hit.reshape(weight.shape), exists)
-    counted = loss.weight.reshape(weight.shape)
-    return gradient, _Sums(loss.value, counted.sum(), run_sum, first, count)
+    return gradient, _Sums(value, counted.sum(), run_sum, first, count)

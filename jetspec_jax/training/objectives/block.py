@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,9 @@ from jetspec_jax.training.recipe import Recipe
 from jetspec_jax.training.settings import Settings
 from jetspec_jax.training.teacher import Features
 
+FOREIGN = "unroll", "unroll_decay", "draft_vocab", "markov_rank", "markov_head", "confidence"
+Kind = TypeVar("Kind", bound=HeadConfig)
+
 
 class Blocks(NamedTuple):
     """What the forward reads beside the features."""
@@ -49,15 +52,24 @@ def configure(config: Settings, target: ModelConfig) -> HeadConfig:
     Raises:
       ConfigError: a tap or the mask does not fit this target, or the family is of the other mask.
     """
+    if config.family and config.causal != (config.family == "jetspec"):
+        raise settings.wrong("causal", str(config.causal).lower(), f"a {config.family} head is the other way round")
+    settings.refuse_foreign(config, FOREIGN)
+    return sized(HeadConfig, config, target, causal=config.causal)
+
+
+def sized(kind: type[Kind], config: Settings, target: ModelConfig, **own: Any) -> Kind:
+    """Returns a configuration of this kind; own: the fields that no other kind has, and its mask.
+
+    Raises:
+      ConfigError: a tap or the mask does not fit this target.
+    """
     rows = target.vocab_size
     if config.mask_token_id >= rows:
         why = f"the target has the embedding rows 0..{rows - 1}"
         raise settings.wrong("mask_token_id", config.mask_token_id, why)
-    if config.family and config.causal != (config.family == "jetspec"):
-        raise settings.wrong("causal", str(config.causal).lower(), f"a {config.family} head is the other way round")
-    settings.refuse_foreign(config, ("unroll", "unroll_decay", "draft_vocab"))
     try:
-        return HeadConfig(
+        return kind(
             vocab_size=rows,
             hidden_size=target.hidden_size,
             num_layers=config.head_layers,
@@ -73,8 +85,8 @@ def configure(config: Settings, target: ModelConfig) -> HeadConfig:
             block_size=config.block_size,
             mask_token_id=config.mask_token_id,
             tap_layers=config.tap_layers or default_taps(target.num_layers, config.taps),
-            causal=config.causal,
             dtype="bfloat16",
+            **own,
         )
     except ConfigError as error:
         key = "tap_layers" if config.tap_layers else "taps"
@@ -83,9 +95,9 @@ def configure(config: Settings, target: ModelConfig) -> HeadConfig:
 
 def check_start(config: HeadConfig, found: HeadConfig) -> tuple[str, Any, Any] | None:
     """Returns the first size in which the head to go on from differs from this run's."""
-    for field in dataclasses.fields(HeadConfig):
+    for field in dataclasses.fields(config):
         old, new = getattr(found, field.name), getattr(config, field.name)
-        if old != new and field.name not in ("dtype", "max_positions"):
+        if old != new and field.name not in ("dtype", "max_positions", "num_anchors"):
             return field.name, old, new
     return None
 
@@ -116,20 +128,22 @@ def unfold(folded: dict, scale: Float[Array, " F"]) -> dict:
 def draw(recipe: Recipe, target_params: dict, part: Batch, keys: Key[Array, " B"]) -> Questions:
     """Returns blocks at `recipe.anchors` places a sequence, drawn without replacement."""
     candidate = anchor_rules.candidates(part.learnt, part.document)
-    return _asked(recipe, target_params, part, anchor_rules.sample(keys, candidate, recipe.anchors), recipe.gamma)
+    return blocks(recipe, target_params, part, anchor_rules.sample(keys, candidate, recipe.anchors), recipe.gamma)
 
 
 def ask(
     recipe: Recipe, target_params: dict, part: Batch, place: Int[Array, "B A"], valid: Bool[Array, "B A"]
 ) -> Questions:
     """Returns blocks at these places; every label that exists weighs 1."""
-    return _asked(recipe, target_params, part, Anchors(place, valid), 0.0)
+    return blocks(recipe, target_params, part, Anchors(place, valid), 0.0)
 
 
-def _asked(recipe: Recipe, target_params, part: Batch, anchors: Anchors, gamma: float) -> Questions:
+def blocks(recipe: Recipe, target_params, part: Batch, anchors: Anchors, gamma: float) -> Questions:
+    """Returns the blocks at these anchors, with the slots that their head drafts and what these weigh."""
     depth = recipe.head.depth
     tokens = jnp.take_along_axis(part.tokens, anchors.position, 1)[..., None]
-    block = jnp.pad(tokens, ((0, 0), (0, 0), (0, depth)), constant_values=recipe.head.mask_token_id)
+    added = ((0, 0), (0, 0), (0, recipe.head.block_size - 1))
+    block = jnp.pad(tokens, added, constant_values=recipe.head.mask_token_id)
     return Questions(
         Blocks(anchors, recipe.target.embed(target_params, block)),
         anchor_rules.labels(anchors, part.tokens.shape[1], depth),
@@ -151,6 +165,13 @@ def logits(
 ) -> Logits:
     """Returns the products with the target's lm_head."""
     return Logits((Term(hidden, teacher.unembedding(target_params)),))
+
+
+def confidence(
+    recipe: Recipe, folded: dict, hidden: Float[Array, "B A D E"], asked: Questions
+) -> Float[Array, "B A D"] | None:
+    """Returns None: the head says nothing of the kind."""
+    return None
 
 
 def by_path(config: HeadConfig) -> bool:

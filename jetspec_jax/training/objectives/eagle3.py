@@ -40,7 +40,7 @@ from jetspec_jax.training.recipe import Recipe
 from jetspec_jax.training.settings import Settings
 from jetspec_jax.training.teacher import Features
 
-FOREIGN = "block_size", "mask_token_id", "gamma", "causal"
+FOREIGN = "block_size", "mask_token_id", "gamma", "causal", "markov_rank", "markov_head", "confidence"
 
 
 class Inputs(NamedTuple):
@@ -172,6 +172,13 @@ def logits(
 ) -> Logits:
     """Returns the products with the head's own table, which is trained."""
     return Logits((Term(hidden, folded["lm_head"], trained=True),), tokens(recipe.head, folded))
+
+
+def confidence(
+    recipe: Recipe, folded: dict, hidden: Float[Array, "B A D E"], asked: Questions
+) -> Float[Array, "B A D"] | None:
+    """Returns None: the head says nothing of the kind."""
+    return None
 
 
 def by_path(config: Eagle3Config) -> bool:
