@@ -2,12 +2,12 @@
 
     python train.py --config configs/smollm2_135m_long.py --workdir DIR --config.prompt_sets=FOLDER
 
-FOLDER is that of `smollm2_135m.py`, whose settings these are but for the rows: fewer short ones, 1,500 prompts about source
-files and documentation, and 1,500 conversations in which the target writes both sides. About 12 M tokens, whose features
-(6.9 KB each) fit one NVIDIA H200. The command stops itself after 8.7 minutes and is given again until it says "export"
-without "unfinished". Set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
+FOLDER is that of `smollm2_135m.py`, whose settings these are but for the rows: fewer short ones, 1,500 prompts about
+source files and documentation, and 1,500 conversations in which the target writes both sides. About 12 M tokens, whose
+features (6.9 KB each) fit one NVIDIA H200. The command stops itself after 8.7 minutes and is given again until it says
+"export" without "unfinished". Set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
 
-A smoke run: --config.max_prompts=64 --config.own_prompts=0 --config.dialogues=8 --config.steps=20 --config.eval_every=10
+A smoke run: --config.max_prompts=64 --config.own_prompts=0 --config.dialogues=8 --config.steps=20
 """
 
 import ml_collections

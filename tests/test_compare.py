@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,6 +121,41 @@ class TestGoingOn:
         prompts(tmp_path)
         assert compare.main(words(tmp_path, "--max_new_tokens", "100000")) == 1
         assert "some, prompt 1: " in capsys.readouterr().err and not (tmp_path / "run.jsonl").exists()
+
+    def test_another_calibration_or_window_of_the_head_is_refused(self, done, tmp_path, capsys):
+        """The weights are the same, and the drafts are not."""
+        path = copied(done, tmp_path)
+        shutil.copytree(PAIR / "head", tmp_path / "head")
+        argv = [word.replace(str(PAIR / "head"), str(tmp_path / "head")) for word in words(tmp_path)]
+        assert compare.main(argv) == 0  # it may lie elsewhere
+        before, meta = path.read_bytes(), tmp_path / "head" / "jetspec.json"
+        depth = json.loads((PAIR / "head" / "config.json").read_text())["block_size"] - 1
+        for change in ({"context_window": 5}, {"calibration": {"version": 1, "temperature": [2.0] * depth}}):
+            meta.write_text(json.dumps({"fitted_on": "x"} | change))
+            assert compare.main(argv) == 1
+            assert "run.jsonl: begun with heads=" in capsys.readouterr().err and path.read_bytes() == before
+
+    def test_a_file_whose_first_line_is_half_there_is_begun_again(self, tmp_path):
+        path = tmp_path / "x.jsonl"
+        with ledger.opened(path, SETTINGS) as book:
+            book.add(BASE)
+        whole = path.read_bytes()
+        for keep in (0, 1, 30, whole.index(b"\n")):
+            path.write_bytes(whole[:keep])
+            with ledger.opened(path, SETTINGS) as book:
+                assert (book.requests, book.session) == ([], 1)
+                book.add(BASE)
+            assert path.read_bytes() == whole
+        path.write_bytes(b'{"kind": "something else')
+        with pytest.raises(ConfigError, match="no file of a comparison"), ledger.opened(path, SETTINGS):
+            pass
+        assert path.read_bytes() == b'{"kind": "something else'
+
+    def test_a_pipe_is_refused_and_not_waited_for(self, tmp_path):
+        os.mkfifo(tmp_path / "pipe")
+        for path in (tmp_path / "pipe", tmp_path, pathlib.Path("/dev/null")):
+            with pytest.raises(ConfigError, match="it is no regular file; name another"), ledger.opened(path, SETTINGS):
+                pass
 
     def test_two_commands_do_not_write_one_file(self, done, tmp_path, capsys):
         path = copied(done, tmp_path)

@@ -13,6 +13,7 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 import decode
 from jetspec_jax import speculate
@@ -135,6 +136,32 @@ def test_a_batch_of_eight_accepts_and_equals_single_rows():
     assert max(n for r in together for n in r.accept_lengths) >= 3  # 10 of 37 tokens a depth: some paths are right
 
 
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_a_window_does_not_depend_on_the_rounds_before(window):
+    """Rows of a round that wait are in the window like those of a prompt: the tree is that of a fresh start, and that
+    of a context that begins later, for rotations are relative."""
+    loaded = tiny.eagle3()
+    draft = loaded.draft.shaped(Rule(50, width=5), 3).windowed(window)
+    lengths, budget = jnp.array([13, 6]), jnp.array([50, 50])
+    state = contexts(draft, loaded.params, (14,), [9, 4])
+    _, state = propose(draft, loaded.params, state, jnp.array([10, 5]), budget)
+    rows = jnp.stack([FEATURES[0, 9:13], FEATURES[1, 4:8]])
+    state = extend(draft, loaded.params, state, rows, (jnp.array([9, 4]), jnp.array([3, 1])), True)
+    tree, _ = propose(draft, loaded.params, state, lengths, budget)
+    fresh, _ = propose(draft, loaded.params, contexts(draft, loaded.params, (14,), [12, 5]), lengths, budget)
+    for one, other in zip(tree[:4], fresh[:4], strict=True):
+        np.testing.assert_array_equal(one, other)
+    whole, _ = propose(draft.windowed(0), loaded.params, state, lengths, budget)
+    assert (whole.tokens != tree.tokens).any()
+    # The first drafted position alone: of the last row and `window` rows before it.
+    for row, length in enumerate(lengths.tolist()):
+        first = max(0, length - 2 - window)
+        ids = TOKENS[row, first + 1 : length]
+        logp = oracles.eagle3_logp(loaded, FEATURES[row, first : length - 1], EMBED[ids], ())
+        drafted = [int(t) for t, d in zip(tree.tokens[row], tree.depths[row], strict=True) if d == 1]
+        assert drafted == np.argsort(-logp, kind="stable")[: len(drafted)].tolist()
+
+
 def test_only_the_dynamic_tree():
     with pytest.raises(ConfigError, match="tree=accum_logp: an EAGLE head"):
         tree = TreeConfig(8, builder="accum_logp")
@@ -206,6 +233,9 @@ def test_files_give_the_head_again(tmp_path, capsys):
     assert head.family == "eagle3" and head.config == dataclasses.replace(own.config, depth=8, dtype="float32")
     jax.tree.map(np.testing.assert_array_equal, head.params, own.params)
     assert capsys.readouterr().err == ""
+    for said, window in ((None, 0), (3, 3)):
+        (folder / "jetspec.json").write_text(json.dumps({"context_window": said}))
+        assert load.load_head(folder, target).draft == head.draft.windowed(window)
     fast = speculate.generate(target, head, PROMPTS, TreeConfig(16), SamplingConfig(12, eos=()))
     plain = speculate.generate(target, None, PROMPTS, None, SamplingConfig(12, eos=()))
     assert [r.token_ids for r in fast] == [r.token_ids for r in plain]
@@ -214,6 +244,11 @@ def test_files_give_the_head_again(tmp_path, capsys):
 def test_a_table_of_other_numbers_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="d2t is stored as float32; whole numbers are needed"):
         load.load_head(saved(tmp_path, d2t=jnp.zeros(29)), tiny.target("dense"))
+    file = saved(tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"d2t": tensors["d2t"].astype(np.int64) + 2**32}, file)
+    with pytest.raises(ConfigError, match=r"d2t holds 429496[0-9]*, which is out of int32's range"):
+        load.load_head(file.parent, tiny.target("dense"))
     with pytest.raises(ConfigError, match=r"fc.weight is stored as int32; only unquantised floats"):
         load.load_head(saved(tmp_path, fc=jnp.zeros((32, 16), jnp.int32)), tiny.target("dense"))
 

@@ -203,6 +203,7 @@ class TestLayout:
         formats.write(tmp_path / "from" / "mine.jsonl", [{"prompt": "hello", "id": 7}])
         formats.write(tmp_path / "from" / "mine.gold.jsonl", [{"id": 7, "kind": "math", "answer": "8"}])
         formats.write(tmp_path / "from" / "gsm8k.jsonl", [{"prompt": "another"}])
+        formats.write(tmp_path / "from" / "gsm8k.gold.jsonl", [{"id": "gsm8k/0", "kind": "number", "answer": "9"}])
         formats.write(tmp_path / "from" / "odd.jsonl", [{"question": "x"}])
         return tmp_path / "from"
 

@@ -166,16 +166,17 @@ class Eagle3Draft:
     def propose(self, params, state: Eagle3State, choice: Choice, budget, ends: Ends) -> tuple[Tree, Eagle3State]:
         head = self._module(params)
         feature, q, kv = self._rows(head, state.pending, state.start, choice.past.tokens, ends)
-        rows = jnp.arange(feature.shape[1])
-        new = jnp.broadcast_to(rows, feature.shape[:2])
+        new = jnp.broadcast_to(jnp.arange(feature.shape[1]), feature.shape[:2])
         (context,) = self.backend.commit((state.context,), (kv,), new, state.start)
         length = state.start + state.count
 
-        # Only the last row drafts; it sees the context, the pending rows and itself.
+        # Only the last row drafts. It sees those before it in the context, the pending ones among them: how many there
+        # are must not change how far it looks back.
         last = jnp.maximum(state.count - 1, 0)[:, None]
         take = lambda x: jnp.take_along_axis(x, last.reshape(-1, *[1] * (x.ndim - 1)), 1)
-        seen = kv_cache.latest(state.context, state.start, self.window)
-        attended = self.backend.attend(take(q), kv, rows <= last[..., None], *seen)
+        (own,) = kv_cache.take((kv,), last)
+        seen = kv_cache.latest(context, jnp.maximum(length - 1, 0), self.window)
+        attended = self.backend.attend(take(q), own, jnp.ones((*last.shape, 1), bool), *seen)
         output, normed = head.after(take(feature), attended, self.backend)
         first = _Level(output, jnp.zeros((*output.shape[:2], 0), bool), (), ())
 

@@ -216,8 +216,13 @@ def settings(args, target, loaded, task: Task) -> dict[str, Any]:
 
 
 def _fingerprint(head) -> str:
+    """Tells heads apart: by their weights, and by what their jetspec.json changes about drafting with them."""
     folder = pathlib.Path(head.source)
-    return checkpoint.fingerprint(checkpoint.Folder(folder).files) if folder.is_dir() else head.source
+    if not folder.is_dir():
+        return head.source
+    weights = checkpoint.fingerprint(checkpoint.Folder(folder).files)
+    said = getattr(head.draft, "temperature", ()), getattr(head.draft, "window", 0)
+    return f"{weights}-{hashlib.sha256(repr(said).encode()).hexdigest()[:8]}" if any(said) else weights
 
 
 LINE = command.Line(

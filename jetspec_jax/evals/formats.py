@@ -175,8 +175,9 @@ def lay_out_all(folder: Path, into: Path) -> list[str]:
     said = [lay_out(name, folder, into / f"{name}.jsonl") for name in there]
     done = len(there)
     for path in sorted(folder.glob("*.jsonl")):
-        if path.stem in there:
-            said.append(f"{path}: left out; {path.stem} is the name of a benchmark that is there")
+        name = path.name.removesuffix(".jsonl").removesuffix(".gold")
+        if name in there:  # its gold answers too: those of an earlier run may be of other rows
+            said.append(f"{path}: left out; {name} is the name of a benchmark that is there")
         elif path.name.endswith(".gold.jsonl"):
             _copy(path, into / path.name)
         else:

@@ -160,7 +160,7 @@ class Ledger:
         """Writes a request down."""
         self._done[request.key] = request
         self.requests.append(request)
-        _line(self._file, dataclasses.asdict(request))
+        _write(self._file, _encoded(dataclasses.asdict(request)))
 
 
 @contextlib.contextmanager
@@ -176,6 +176,8 @@ def opened(path: str | Path, settings: Mapping[str, Any]) -> Iterator[Ledger]:
     """
     path = Path(os.path.expanduser(path))
     wanted = json.loads(json.dumps(settings))
+    if path.exists() and not path.is_file():  # a pipe would wait for its reader
+        raise ConfigError(f"out={shown(str(path))}: it is no regular file; name another")
     try:
         file = open(path, "ab")  # noqa: SIM115  (closed below, with the lock)
     except OSError as error:
@@ -185,8 +187,12 @@ def opened(path: str | Path, settings: Mapping[str, Any]) -> Iterator[Ledger]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"{path}: another command is at work in it; wait for it, or name another") from None
-        if not os.fstat(file.fileno()).st_size:
-            _line(file, {"kind": KIND, "settings": wanted})
+        begin = _encoded({"kind": KIND, "settings": wanted})
+        with open(path, "rb") as held:
+            there = held.read(len(begin))
+        if len(there) < len(begin) and begin.startswith(there):  # nothing, or the first line is half there
+            file.truncate(0)
+            _write(file, begin)
         run, whole = _read(path)
         same(path, run.settings, wanted)
         file.truncate(whole)
@@ -206,6 +212,10 @@ def same(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
             )
 
 
-def _line(file: BinaryIO, value: Any) -> None:
-    file.write(json.dumps(value, ensure_ascii=False).encode() + b"\n")
+def _encoded(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode() + b"\n"
+
+
+def _write(file: BinaryIO, line: bytes) -> None:
+    file.write(line)
     file.flush()

@@ -92,6 +92,9 @@ def assemble(
             raise ConfigError(f"{where}: {fusion.names()[0]} is stored as {whole.dtype}; {need}")
         with np.errstate(over="ignore"):  # said below
             cast = whole.astype(shape.dtype)
+        if np.issubdtype(shape.dtype, np.integer) and not (cast == whole).all():
+            odd = whole[cast != whole].flat[0]
+            raise ConfigError(f"{where}: {fusion.names()[0]} holds {odd}, which is out of {shape.dtype}'s range")
         if (
             shape.dtype == np.float16 and not (np.isfinite(cast) == np.isfinite(whole)).all()
         ):  # else it was broken before

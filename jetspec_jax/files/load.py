@@ -118,7 +118,7 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
     if isinstance(draft, BlockDraft):
         draft = draft.calibrated(temperature)
     if hasattr(draft, "windowed"):
-        draft = draft.windowed(metadata.get("context_window", 0))
+        draft = draft.windowed(metadata.get("context_window") or 0)  # null is as good as absent
     return LoadedHead(
         draft, params, config, str(source), metadata, time.perf_counter() - begin, target.fingerprint, family.name
     )
