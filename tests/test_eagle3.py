@@ -156,6 +156,18 @@ def test_a_window_does_not_depend_on_the_rounds_before(window):
         check(loaded, tree, row, length, 50, 3, 5, window)
 
 
+def test_every_depth_is_ranked_under_the_noise_of_its_position():
+    """Noise that leaves no choice: the best path is what it says, position by position."""
+    loaded, length = tiny.eagle3(draft_vocab=tiny.VOCAB), jnp.array([10, 5])
+    draft, row = loaded.draft.shaped(Rule(8, width=3), 3), jnp.array([[5, 9, 2, 7], [3, 1, 8, 0]])
+    past = Past(TOKENS, length, length, jnp.full((2, 1), -1))
+    warm = Sampling(jnp.ones(2), jnp.zeros(2, jnp.uint32))
+    choice = choose(warm, past, length < 0, 3, tiny.VOCAB)._replace(noise=1000 * jax.nn.one_hot(row, tiny.VOCAB))
+    state = contexts(draft, loaded.params, (14,), [9, 4])
+    tree, _ = draft.propose(loaded.params, state, choice, jnp.array([8, 8]), ENDS)
+    assert tree.tokens[:, 1:4].tolist() == row[:, :3].tolist() and tree.parents[:, 1:4].tolist() == [[0, 1, 2]] * 2
+
+
 def test_only_the_dynamic_tree():
     with pytest.raises(ConfigError, match="tree=accum_logp: an EAGLE head"):
         tree = TreeConfig(8, builder="accum_logp")
