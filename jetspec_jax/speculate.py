@@ -170,9 +170,10 @@ def start(  # noqa: PLR0913  # the options of a call
     for row, option in zip(ids, options, strict=True):
         check(target, row, option)
     options = [requests.resolve(target, option) for option in options]
-    pair.note_length(head, max(len(i) + o.max_new_tokens for i, o in zip(ids, options, strict=True)))
-
     tree = tree or TreeConfig()
+    longest = max(len(i) + o.max_new_tokens for i, o in zip(ids, options, strict=True))
+    pair.note_length(head, longest, tree.window)
+
     usual = int(tree.budget or geometry.default_budget())
     budgets = [option.budget or usual for option in options]
     draft = _draft(head, tree, geometry.budget_nodes(budgets))

@@ -215,10 +215,11 @@ def eagle2(children, nodes: int, depth: int, frontier: int) -> list[tuple[tuple[
     return [node for node in everything[: nodes - 1] if node[1] > -np.inf]
 
 
-def eagle3_logp(loaded, features, embedded, path) -> np.ndarray:
+def eagle3_logp(loaded, features, embedded, path, window: int = 0) -> np.ndarray:
     """Log-probabilities [V] that an EAGLE-3 head gives after a path, all rows computed anew in f64.
 
     features: [C, F] tapped features of positions 0..C-1. embedded: of tokens 1..C, then of the path's, [C + n, E].
+    window: of these positions, how many a row sees beside itself and its path, the last ones; 0 is all.
     """
     config, params = loaded.config, loaded.params
     p = lambda tree, name: np.asarray(tree[name], np.float64)
@@ -236,6 +237,8 @@ def eagle3_logp(loaded, features, embedded, path) -> np.ndarray:
         ], 1)  # fmt: skip
         q, k = (rope(split(x @ w), np.arange(count), config.rope_theta) for w in (wq, wk))
         seen = np.tril(np.ones((count, count), bool))
+        if window:  # the row of position C - 1 is itself one of them
+            seen[-1, : max(0, min(len(features), count - 1) - window)] = False
         attended = attention(q, k.swapaxes(0, 1), split(x @ wv).swapaxes(0, 1), seen)[-1]
         h = g[-1] + attended.reshape(-1) @ p(layer, "out")
         gate, up = (rms_norm(h, p(layer, "post_norm"), eps) @ p(layer, "gate_up")[:, i] for i in range(2))

@@ -59,6 +59,15 @@ def test_calibration_lowers_the_error_on_rounds_that_it_has_not_seen():
     assert found["ece_after"] < found["ece_before"] / 2 and found["fitted_on"] == "made up"
 
 
+def test_the_first_of_two_prompts_is_fitted_on_and_the_second_tells_the_errors():
+    wrong, right = made_up(2000, 0, (2.0, 2.0)), made_up(2000, 1, (1.0, 1.0))
+    found = calibrate.calibrate([wrong, right], "made up")
+    chosen = calibrate.fit(wrong)
+    assert found["temperature"] == pytest.approx(GRID[chosen], abs=1e-6) and min(found["temperature"]) > 1.5
+    told = [np.mean(calibrate.errors(right, places)) for places in ([NEUTRAL] * 2, chosen)]
+    assert [found["ece_before"], found["ece_after"]] == pytest.approx(told) and told[1] > 2 * told[0]
+
+
 def test_what_is_right_stays_and_what_is_unknown_is_left_alone():
     rounds = made_up(6000, 2, (1.0, 1.0))
     assert GRID[calibrate.fit(rounds)] == pytest.approx(np.ones(2), rel=0.15)

@@ -310,6 +310,24 @@ class TestTables:
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1 and said in err
 
+    @pytest.mark.parametrize(
+        "change, said",
+        [
+            ({"lost": {"nothing": "x"}}, "lost.nothing is 'x'; a whole"), ({"lost": {"nothing": None}}, "lost."),
+            ({"depth": 2**31 - 1}, "depth is 2147483647; a whole number in 0..1024"),
+            ({"nodes": 2000}, "nodes is 2000"), ({"decode": float("nan")}, "decode is nan"),
+            ({"accept_lengths": [1.5]}, "accept_lengths[0] is 1.5"),
+        ],
+    )  # fmt: skip
+    def test_requests_that_are_none(self, tmp_path, capsys, change, said):
+        with ledger.opened(tmp_path / "x.jsonl", SETTINGS):
+            pass
+        with open(tmp_path / "x.jsonl", "a") as file:
+            file.write(json.dumps(dataclasses.asdict(BASE) | change) + "\n")
+        assert compare.main(["--table", str(tmp_path / "x.jsonl")]) == 1
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and f"x.jsonl:2: {said}" in err
+
     def test_a_line_separator_within_a_text_ends_no_line(self, tmp_path):
         with ledger.opened(tmp_path / "x.jsonl", SETTINGS) as book:
             book.add(dataclasses.replace(BASE, text="a\u2028b\x85c"))

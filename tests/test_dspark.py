@@ -122,6 +122,28 @@ def test_the_tree_is_that_of_recomputed_paths(kind):
         assert len({children((token,))[0] for token, _ in children(())}) == 3  # siblings have children of their own
 
 
+@pytest.mark.parametrize("width", [1, 3], ids=["chain", "tree"])
+def test_every_depth_is_ranked_under_the_noise_of_its_position(width):
+    """Noise that leaves no choice: the best path is what it says, position by position."""
+    loaded = tiny.dspark()
+    draft, row = loaded.draft.shaped(Rule(8, width=width), 4), jnp.array([[5, 9, 2, 7, 11], [3, 1, 8, 8, 0]])
+    length = jnp.asarray(CONTEXTS) + 1
+    past = Past(TOKENS, length, length, jnp.full((2, 1), -1))
+    warm = Sampling(jnp.ones(2), jnp.zeros(2, jnp.uint32))
+    choice = choose(warm, past, length < 0, 4, tiny.VOCAB)._replace(noise=1000 * jax.nn.one_hot(row, tiny.VOCAB))
+    state = draft.extend(loaded.params, draft.init(loaded.params, 2, 24), tiny.seen(FEATURES, length - 1), ENDS)
+    tree, _ = draft.propose(loaded.params, state, choice, jnp.array([8, 8]), ENDS)
+    assert tree.tokens[:, 1:5].tolist() == row[:, :4].tolist() and tree.parents[:, 1:5].tolist() == [[0, 1, 2, 3]] * 2
+
+
+def test_a_calibration_divides_the_confidence():
+    loaded, temperature = tiny.dspark(), (0.5, 3.0, 1.0, 2.0)
+    draft = loaded.draft.shaped(Rule(4, width=1), 3)
+    asked = jax.random.normal(jax.random.key(0), (2, 3, 16)), TOKENS[:, :3]
+    plain = draft.confidence(loaded.params, *asked)
+    tiny.close(draft.calibrated(temperature).confidence(loaded.params, *asked), plain / jnp.array(temperature[:3]))
+
+
 def test_without_a_markov_head_all_parents_share_their_children():
     loaded = tiny.dspark(markov_rank=0, confidence_markov=False)
     tree, chain, trust = propose(loaded.draft.shaped(Rule(12, width=3), 4), loaded.params, jnp.array([12, 12]))

@@ -57,13 +57,13 @@ def contexts(draft, params, pieces, lengths):
     return state
 
 
-def check(loaded, tree, row: int, length: int, nodes: int, depth: int, width: int):
+def check(loaded, tree, row: int, length: int, nodes: int, depth: int, width: int, window: int = 0):
     """A row's tree is EAGLE-2's, with the head's own log-probabilities after every path."""
 
     @functools.cache
     def children(path):
         ids = jnp.array([*TOKENS[row, 1:length].tolist(), *path], jnp.int32)
-        logp = oracles.eagle3_logp(loaded, FEATURES[row, : length - 1], EMBED[ids], path)
+        logp = oracles.eagle3_logp(loaded, FEATURES[row, : length - 1], EMBED[ids], path, window)
         best = np.argsort(-logp, kind="stable")[:width]
         return [(int(t), float(logp[t])) for t in best]
 
@@ -138,8 +138,7 @@ def test_a_batch_of_eight_accepts_and_equals_single_rows():
 
 @pytest.mark.parametrize("window", [1, 2, 5])
 def test_a_window_does_not_depend_on_the_rounds_before(window):
-    """Rows of a round that wait are in the window like those of a prompt: the tree is that of a fresh start, and that
-    of a context that begins later, for rotations are relative."""
+    """Rows of a round that wait are in the window like those of a prompt: the tree is that of a fresh start."""
     loaded = tiny.eagle3()
     draft = loaded.draft.shaped(Rule(50, width=5), 3).windowed(window)
     lengths, budget = jnp.array([13, 6]), jnp.array([50, 50])
@@ -153,13 +152,20 @@ def test_a_window_does_not_depend_on_the_rounds_before(window):
         np.testing.assert_array_equal(one, other)
     whole, _ = propose(draft.windowed(0), loaded.params, state, lengths, budget)
     assert (whole.tokens != tree.tokens).any()
-    # The first drafted position alone: of the last row and `window` rows before it.
     for row, length in enumerate(lengths.tolist()):
-        first = max(0, length - 2 - window)
-        ids = TOKENS[row, first + 1 : length]
-        logp = oracles.eagle3_logp(loaded, FEATURES[row, first : length - 1], EMBED[ids], ())
-        drafted = [int(t) for t, d in zip(tree.tokens[row], tree.depths[row], strict=True) if d == 1]
-        assert drafted == np.argsort(-logp, kind="stable")[: len(drafted)].tolist()
+        check(loaded, tree, row, length, 50, 3, 5, window)
+
+
+def test_every_depth_is_ranked_under_the_noise_of_its_position():
+    """Noise that leaves no choice: the best path is what it says, position by position."""
+    loaded, length = tiny.eagle3(draft_vocab=tiny.VOCAB), jnp.array([10, 5])
+    draft, row = loaded.draft.shaped(Rule(8, width=3), 3), jnp.array([[5, 9, 2, 7], [3, 1, 8, 0]])
+    past = Past(TOKENS, length, length, jnp.full((2, 1), -1))
+    warm = Sampling(jnp.ones(2), jnp.zeros(2, jnp.uint32))
+    choice = choose(warm, past, length < 0, 3, tiny.VOCAB)._replace(noise=1000 * jax.nn.one_hot(row, tiny.VOCAB))
+    state = contexts(draft, loaded.params, (14,), [9, 4])
+    tree, _ = draft.propose(loaded.params, state, choice, jnp.array([8, 8]), ENDS)
+    assert tree.tokens[:, 1:4].tolist() == row[:, :3].tolist() and tree.parents[:, 1:4].tolist() == [[0, 1, 2]] * 2
 
 
 def test_only_the_dynamic_tree():

@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 from jetspec_jax.drafts import block
+from jetspec_jax.layers import cache as kv_cache
 from jetspec_jax.loop.contracts import Ends
 
 EMBED = jnp.asarray(np.random.default_rng(9).standard_normal((tiny.VOCAB, 16)), jnp.float32)
@@ -69,6 +70,16 @@ def test_a_window_is_a_context_that_begins_later(window, batch):
     hidden, _ = windowed(draft, loaded.params, state, batch, contexts + jnp.array([4, 2]))
     for row, context in ((0, 12), (1, 5))[:batch]:
         tiny.close(hidden[row], reference(loaded, row, context, 5, max(0, context - window))[1:])
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_what_a_window_returns(batch):
+    """The last slots of a row, and how many of them are committed: a kernel may read as many as it is told."""
+    slots = jnp.arange(7.0)[:, None] + 10 * jnp.arange(batch)[:, None, None, None]
+    length = jnp.array([6, 2])[:batch]
+    (keys, values), count = kv_cache.latest((slots, -slots), length, 3)
+    assert keys[:, 0, :, 0].tolist() == [[3, 4, 5], [10, 11, 12]][:batch] and count.tolist() == [3, 2][:batch]
+    np.testing.assert_array_equal(values, -keys)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

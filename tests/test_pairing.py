@@ -143,6 +143,20 @@ def test_odd_prompts_decode_as_plainly(tok, prompt, chat):
         speculate.generate(loaded, draft, "", None, None, chat)
 
 
+def test_a_window_within_the_trained_length_needs_no_word(tok, capsys):
+    """The window that counts is the one that is asked for, else the head's own."""
+    trained = {"training_length": 20}
+    for own, asked, said in ((0, None, 1), (20, None, 0), (21, None, 1), (20, 0, 1), (0, 20, 0), (0, 21, 1)):
+        head = dataclasses.replace(tiny.head(True), metadata=trained, source=f"window {own} {asked}")
+        pair.note_length(dataclasses.replace(head, draft=head.draft.windowed(own)), 21, asked)
+        assert capsys.readouterr().err.count("trained on rows of 20 tokens") == said
+    head = dataclasses.replace(tiny.head(True), metadata=trained, source="asked for")
+    speculate.start(target(tok), head, [[1, 2, 3, 4]], TreeConfig(1, window=20), SamplingConfig(17))
+    assert capsys.readouterr().err == ""
+    speculate.start(target(tok), head, [[1, 2, 3, 4]], TreeConfig(1, window=0), SamplingConfig(17))
+    assert "may reach 21" in capsys.readouterr().err
+
+
 def test_a_request_beyond_the_heads_positions_is_said(tok, capsys):
     config = tiny.head_config(True, max_positions=16)
     short = dataclasses.replace(tiny.head(True), config=config)

@@ -280,3 +280,15 @@ def test_levels_are_eagle2s_tree(nodes, depth, frontier, width, data):
             every = list(dict(every + [((*p, t), s + q) for p, s in every for t, q in children(p)]).items())
         best = sorted((s for p, s in every if p), reverse=True)[: nodes - 1]
         assert [s for _, s in wanted] == [s for s in best if s > -np.inf]
+
+
+def test_levels_leave_out_what_is_no_number():
+    """A broken row costs candidates, and nothing below it is drafted."""
+
+    def children(level, at, carry):
+        shape = (*at.token.shape, 2)
+        return jnp.broadcast_to(jnp.array([4, 5]), shape), jnp.broadcast_to(jnp.array([jnp.nan, -1.0]), shape), carry
+
+    tokens, parents, depths, built = tree.levels(children, None, jnp.array([1]), 8, 3, 4)
+    assert built.tolist() == [4] and tokens[0, 1:4].tolist() == [5, 5, 5]
+    assert parents[0, 1:4].tolist() == [0, 1, 2] and depths[0, 1:4].tolist() == [1, 2, 3]

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 from jetspec_jax.evals.drafters import Cell
 from jetspec_jax.fields import ConfigError, Fields, shown
 from jetspec_jax.files import text
+from jetspec_jax.options import MAX_BUDGET
 
 SHAPES = ("plain", "chain", "tree")
 VERDICTS = ("plain", "equal", "tie", "differs")
@@ -111,6 +112,7 @@ def _request(fields: Fields) -> Request:
     seconds = lambda key: fields.real(key, 0.0, MANY)
     maybe = lambda key, read: read(key) if fields.has(key) else None
     table = lambda key: dict(fields.table(key).raw)
+    counts = lambda key: {name: fields.table(key).whole(name, 0) for name in fields.table(key).raw}
     return Request(
         session=fields.whole("session"),
         set=fields.text("set"),
@@ -121,8 +123,8 @@ def _request(fields: Fields) -> Request:
         drafter=fields.text("drafter"),
         method=fields.text("method"),
         shape=fields.text("shape", among=SHAPES),
-        nodes=fields.whole("nodes"),
-        depth=count("depth"),
+        nodes=fields.whole("nodes", 1, MAX_BUDGET),
+        depth=fields.whole("depth", 0, MAX_BUDGET),
         new_tokens=count("new_tokens"),
         rounds=count("rounds"),
         finish_reason=fields.text("finish_reason"),
@@ -134,7 +136,7 @@ def _request(fields: Fields) -> Request:
         verdict=fields.text("verdict", among=VERDICTS),
         parted_at=maybe("parted_at", count),
         margin=maybe("margin", lambda key: fields.real(key, -1e300, 1e300)),
-        lost=maybe("lost", table),
+        lost=maybe("lost", counts),
         score=maybe("score", table),
         token_ids=fields.wholes("token_ids"),
         text=fields.text("text"),

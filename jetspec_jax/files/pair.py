@@ -115,10 +115,13 @@ def _mode(target, asked: bool | None) -> bool | None:
     return thinking(target, None, asked)
 
 
-def note_length(head, longest: int) -> None:
-    """Says once that a request goes beyond the rows that the head was trained on."""
+def note_length(head, longest: int, window: int | None = None) -> None:
+    """Says once that a request goes beyond the rows that the head was trained on.
+
+    window: that is asked for; None is the head's own.
+    """
     trained, config = metadata(head).get("training_length"), getattr(head, "config", None)
-    window = getattr(getattr(head, "draft", None), "window", 0)
+    window = getattr(getattr(head, "draft", None), "window", 0) if window is None else window
     if isinstance(trained, int) and longest > trained and not 0 < window <= trained:
         said = f"trained on rows of {trained} tokens"
     elif config is not None and longest > config.max_positions:
