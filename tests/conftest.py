@@ -26,8 +26,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 # What takes longest begins first, so that the workers end together; `pytest --durations=0` tells.
 LONGEST = (
-    "decode_cli", "sampling", "options", "lossless", "doctor", "training_mesh", "audit", "training_step",
-    "training_evaluation", "engine", "training_keys", "training_loop", "wide", "training_pipeline", "examples",
+    "decode_cli", "lossless", "eagle3", "dspark", "doctor", "audit", "sampling", "gpu_kernels", "training_eagle3",
+    "options", "compare", "training_dspark", "training_step", "examples", "training_loop", "training_keys", "engine",
+    "calibrate", "training_mesh", "prefill", "wide",
 )  # fmt: skip
 
 

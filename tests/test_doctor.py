@@ -168,6 +168,7 @@ class TestCommand:
         assert status == 0 and report["belong"] and report["figures"]["acceptance_length"] > 3
         assert "belong together" in doctor.text(report)
 
+    @pytest.mark.slow
     def test_refused_drafts_of_made_up_ids_are_no_verdict(self, capsys):
         status, out, _ = self.run(capsys, PAIR / "target", PAIR / "head", "--max-new-tokens", 24, "--json")
         found = {f["check"]: f for f in json.loads(out)["findings"]}["acceptance"]

@@ -232,6 +232,7 @@ def test_first_parameters_and_their_coordinates():
     assert not {"markov", "confidence"} & learns.init(bare, jax.random.key(0), target().params, {}).keys()
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_head_that_decodes_as_plainly(loaded, tmp_path):
     """All stages; the folder is in the published format; the chain and the tree of the head change no token."""
     given = DSPARK_RUN | {"data": str(questions(tmp_path)), "eval_every": 2}

@@ -26,6 +26,7 @@ from jetspec_jax.training.losses import Mix
 from jetspec_jax.training.objectives import block as learns
 
 
+@pytest.mark.slow
 def test_overfit_drafts_close_to_the_block_limit(answered, tmp_path, capsys):
     """Four answers learnt by heart (FC-27): cross entropy under 0.05, then decoding accepts nearly whole blocks."""
     known = answer_store.learnable(answer_store.read(answered[0]), [f"p/{i}" for i in range(5)], False)[0]

@@ -116,7 +116,7 @@ MARKOV_TABLES = (
     ids=["blocks", "own", "markov"],
 )
 def test_eight_devices_give_the_losses_of_one(tmp_path, script):
-    flags = "--xla_force_host_platform_device_count=8"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     got = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, env=env, capture_output=True, text=True, check=False
