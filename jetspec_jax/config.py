@@ -184,12 +184,7 @@ class HeadConfig:
 
     def differing(self, target: ModelConfig) -> list[tuple[str, int, int]]:
         """Returns the sizes that differ from this target's and must not: name, the head's, the target's."""
-        pairs = [
-            ("hidden_size", self.hidden_size, target.hidden_size),
-            ("vocab_size", self.vocab_size, target.vocab_size),
-            ("num_target_layers", self.num_target_layers, target.num_layers),
-        ]
-        return [pair for pair in pairs if pair[1] != pair[2]]
+        return differing(self, target)
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the published `config.json` of this head, in the spelling of the official release."""
@@ -282,6 +277,16 @@ def refuse_unsupported(fields: Fields) -> None:
 def _whole_heads(fields: Fields) -> None:
     if fields.real("partial_rotary_factor", 0, 1, 1.0) != 1:
         raise fields.wrong("partial_rotary_factor", "not supported; RoPE turns whole heads")
+
+
+def differing(head: Any, target: ModelConfig) -> list[tuple[str, int, int]]:
+    """Returns the sizes of a head's configuration that differ from its target's: name, the head's, the target's."""
+    pairs = [
+        ("hidden_size", head.hidden_size, target.hidden_size),
+        ("vocab_size", head.vocab_size, target.vocab_size),
+        ("num_target_layers", head.num_target_layers, target.num_layers),
+    ]
+    return [pair for pair in pairs if pair[1] != pair[2]]
 
 
 def check_taps(taps: tuple[int, ...], layers: int) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from jetspec_jax import speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
-from jetspec_jax.evals import ceiling, chart, compare, ledger, summary, tables
+from jetspec_jax.evals import ceiling, chart, compare, drafters, ledger, summary, tables
 from jetspec_jax.evals.drafters import Cell
 from jetspec_jax.files import load
 
@@ -46,6 +46,20 @@ def done(tmp_path_factory):
     prompts(folder)
     assert compare.main(words(folder, "--svg", str(folder / "run.svg"))) == 0
     return folder
+
+
+def test_times_of_repeats_are_their_medians():
+    """Of three runs neither the first nor the best."""
+    target = load.load_target(PAIR / "target")
+    (result,) = [speculate.generate(target, None, PROMPTS[0], None, SamplingConfig(2))]
+    runs = [
+        dataclasses.replace(result, seconds=result.seconds | {"prefill": a, "decode": b})
+        for a, b in ((1.0, 9.0), (3.0, 4.0), (2.0, 5.0))
+    ]
+    task = compare.Task(target, [drafters.NO_DRAFT], [], [], 3, False, False)
+    asked = drafters.NO_DRAFT, compare.Prompt(0, "a", PROMPTS[0], None), SamplingConfig(2)
+    made = compare._request(task, 1, ledger.Key("some", 0, 0.0, drafters.NO_DRAFT.cell), asked, runs, None)
+    assert (made.prefill, made.decode, made.verdict) == (2.0, 5.0, "plain")
 
 
 def copied(done, tmp_path, keep=None) -> pathlib.Path:

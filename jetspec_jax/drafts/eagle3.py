@@ -154,7 +154,8 @@ class Eagle3Draft:
         if seen.path:
             return state._replace(pending=seen.features.astype(state.pending.dtype), start=seen.start, count=seen.count)
         head = self._module(params)
-        _, _, kv = self._rows(head, seen.features, seen.start, seen.tokens, ends)
+        rows, _, at = self._rows(head, seen.features, seen.start, seen.tokens, ends)
+        kv = head.layer.context_kv(rows, head.angles(at))
         (context,) = kv_cache.write((state.context,), (kv,), seen.start)
         last = jnp.maximum(seen.count - 1, 0)
         row = jnp.take_along_axis(seen.features, last[:, None, None], 1).astype(state.pending.dtype)
@@ -165,7 +166,9 @@ class Eagle3Draft:
 
     def propose(self, params, state: Eagle3State, choice: Choice, budget, ends: Ends) -> tuple[Tree, Eagle3State]:
         head = self._module(params)
-        feature, q, kv = self._rows(head, state.pending, state.start, choice.past.tokens, ends)
+        rows, feature, at = self._rows(head, state.pending, state.start, choice.past.tokens, ends)
+        q, k, v = head.layer.project(rows, head.angles(at), self.backend)
+        kv = k, v
         new = jnp.broadcast_to(jnp.arange(feature.shape[1]), feature.shape[:2])
         (context,) = self.backend.commit((state.context,), (kv,), new, state.start)
         length = state.start + state.count
@@ -193,17 +196,19 @@ class Eagle3Draft:
         tree = trees.cut(grown, choice.anchor, budget)
         return tree, Eagle3State(context, length, jnp.zeros_like(state.count), state.pending)
 
-    def _rows(self, head: Eagle3, features, start, tokens, ends: Ends) -> tuple[jax.Array, jax.Array, KV]:
-        """Returns fused features, queries, and keys and values of the rows from `start` on; tokens: the committed."""
+    def _rows(self, head: Eagle3, features, start, tokens, ends: Ends) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns what the layer projects of the rows from `start` on, their fused features, and their positions.
+
+        tokens: the committed ones [B, S].
+        """
         at = start[:, None] + jnp.arange(features.shape[1])
         after = jnp.take_along_axis(tokens, jnp.minimum(at + 1, tokens.shape[1] - 1), 1)
         feature = head.fuse(features)
-        q, k, v = self._project(head, after, feature, at, ends)
-        return feature, q, (k, v)
+        return self._beside(head, after, feature, ends), feature, at
 
-    def _project(self, head: Eagle3, tokens, feature, positions, ends: Ends):
-        rows = head.layer.rows(ends.embed(tokens).astype(feature.dtype), feature)
-        return head.layer.project(rows, head.angles(positions), self.backend)
+    def _beside(self, head: Eagle3, tokens, feature, ends: Ends) -> jax.Array:
+        """Returns the rows of tokens beside features."""
+        return head.layer.rows(ends.embed(tokens).astype(feature.dtype), feature)
 
     def _expand(
         self, head: Eagle3, level: int, at: Frontier, above: _Level, context: KV, length, ends: Ends
@@ -212,7 +217,8 @@ class Eagle3Draft:
         take = lambda x: jnp.take_along_axis(x, at.parent[..., None], 1)
         feature, count = take(above.feature), at.token.shape[1]
         positions = jnp.broadcast_to(length[:, None] + level - 1, at.token.shape)
-        q, k, v = self._project(head, at.token, feature, positions, ends)
+        rows = self._beside(head, at.token, feature, ends)
+        q, k, v = head.layer.project(rows, head.angles(positions), self.backend)
         keys, values = (*above.keys, k), (*above.values, v)
         own = jnp.broadcast_to(jnp.eye(count, dtype=bool), (len(feature), count, count))
         sees = jnp.concatenate([take(above.above), own], -1)

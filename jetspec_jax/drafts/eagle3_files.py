@@ -15,6 +15,7 @@ from jetspec_jax.config import (
     ModelConfig,
     check_heads,
     check_taps,
+    differing,
     named,
     refuse_unsupported,
     stack,
@@ -82,12 +83,7 @@ class Eagle3Config:
 
     def differing(self, target: ModelConfig) -> list[tuple[str, int, int]]:
         """Returns the sizes that differ from this target's and must not: name, the head's, the target's."""
-        pairs = [
-            ("hidden_size", self.hidden_size, target.hidden_size),
-            ("vocab_size", self.vocab_size, target.vocab_size),
-            ("num_target_layers", self.num_target_layers, target.num_layers),
-        ]
-        return [pair for pair in pairs if pair[1] != pair[2]]
+        return differing(self, target)
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the `config.json` of this head as EAGLE's trainers write it."""

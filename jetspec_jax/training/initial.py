@@ -1,6 +1,9 @@
-"""Parameters that training starts from, where a family has no better ones."""
+"""What training starts from: parameters where a family has no better ones, and whether a given head fits."""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +20,18 @@ def draw(shapes: dict, key: jax.Array) -> dict:
         for k, leaf in zip(jax.random.split(key, len(leaves)), leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, drawn)
+
+
+def differing(config: Any, found: Any, free: str) -> tuple[str, Any, Any] | None:
+    """Returns the first field in which a head to go on from differs: name, its value, this run's.
+
+    free: a field that may differ, beside the dtype and the most positions.
+    """
+    for field in dataclasses.fields(config):
+        old, new = getattr(found, field.name), getattr(config, field.name)
+        if old != new and field.name not in ("dtype", "max_positions", free):
+            return field.name, old, new
+    return None
 
 
 def norm(target_params: dict) -> dict[str, Float[Array, " E"]]:

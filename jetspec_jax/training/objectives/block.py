@@ -8,7 +8,6 @@ that no mask of all blocks against all blocks is made; "cudnn" makes that mask a
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -95,11 +94,7 @@ def sized(kind: type[Kind], config: Settings, target: ModelConfig, **own: Any) -
 
 def check_start(config: HeadConfig, found: HeadConfig) -> tuple[str, Any, Any] | None:
     """Returns the first size in which the head to go on from differs from this run's."""
-    for field in dataclasses.fields(config):
-        old, new = getattr(found, field.name), getattr(config, field.name)
-        if old != new and field.name not in ("dtype", "max_positions", "num_anchors"):
-            return field.name, old, new
-    return None
+    return initial.differing(config, found, "num_anchors")
 
 
 def decide(config: HeadConfig, packed: Packed) -> dict:

@@ -11,7 +11,6 @@ keys is joined here, without a mask of all rows and steps against each other.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -87,11 +86,7 @@ def configure(config: Settings, target: ModelConfig) -> Eagle3Config:
 
 def check_start(config: Eagle3Config, found: Eagle3Config) -> tuple[str, Any, Any] | None:
     """Returns the first size in which the head to go on from differs from this run's."""
-    for field in dataclasses.fields(Eagle3Config):
-        old, new = getattr(found, field.name), getattr(config, field.name)
-        if old != new and field.name not in ("dtype", "max_positions", "depth"):
-            return field.name, old, new
-    return None
+    return initial.differing(config, found, "depth")
 
 
 def decide(config: Eagle3Config, packed: Packed) -> dict:
