@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, overload
@@ -144,13 +145,14 @@ def sound(results: Sequence[Result]) -> Sequence[Result]:
 
 def start(  # noqa: PLR0913  # the options of a call
     target: Any, head: Any, prompts: Any, tree: Any = None, sampling: Any = None, chat: bool | None = None, *,
-    watch: bool = False, thinking: bool | None = None, prefill_chunk: Any = None,
+    watch: bool = False, thinking: bool | None = None, prefill_chunk: Any = None, room: int = 0,
 ) -> Engine:  # fmt: skip
     """Checks everything, prefills, and returns the engine with all prompts admitted.
 
     Args:
       target, head, prompts, tree, sampling, chat, thinking, prefill_chunk: as of `generate`; of any type, checked here.
       watch: whether the text of every row is kept up to date, as streaming needs it.
+      room: tokens of the longest prompt of several calls, where one program is to serve them all; 0 is no other call.
     """
     prompts, _ = inputs.listed(prompts)
     if not hasattr(target, "model"):
@@ -178,11 +180,15 @@ def start(  # noqa: PLR0913  # the options of a call
     budgets = [option.budget or usual for option in options]
     draft = _draft(head, tree, geometry.budget_nodes(budgets))
     sizes = Geometry.fit(ids, options, draft, chunk)
+    if room:
+        wider = Geometry.fit([*ids, [0] * room], [*options, options[0]], draft, chunk)
+        sizes = dataclasses.replace(wider, batch=sizes.batch)
     decoder = Decoder(target.model, draft, sizes.capacity, "logprobs" in sizes.options, chunk)
     said = _said(tree, draft) | {"batch": len(ids), "thinking": mode}
     engine = Engine(target, head if draft is not PLAIN else None, decoder, sizes, said)
     budgets = [1] * len(ids) if draft is PLAIN else budgets
-    engine.admit([Row(*row, target.tokenizer, watch) for row in zip(ids, options, budgets, strict=True)])
+    rows = [Row(*row, target.tokenizer, watch) for row in zip(ids, options, budgets, strict=True)]
+    engine.admit(rows, sizes.prompt if room else 0)
     return engine
 
 

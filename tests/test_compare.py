@@ -56,10 +56,26 @@ def test_times_of_repeats_are_their_medians():
         dataclasses.replace(result, seconds=result.seconds | {"prefill": a, "decode": b})
         for a, b in ((1.0, 9.0), (3.0, 4.0), (2.0, 5.0))
     ]
-    task = compare.Task(target, [drafters.NO_DRAFT], [], [], 3, False, False)
     asked = drafters.NO_DRAFT, compare.Prompt(0, "a", PROMPTS[0], None), SamplingConfig(2)
-    made = compare._request(task, 1, ledger.Key("some", 0, 0.0, drafters.NO_DRAFT.cell), asked, runs, None)
+    where = 1, ledger.Key("some", 0, 0.0, drafters.NO_DRAFT.cell)
+    made = compare._request(target, False, where, asked, runs, None, None)
     assert (made.prefill, made.decode, made.verdict) == (2.0, 5.0, "plain")
+
+
+def test_one_program_serves_all_prompts_of_a_set():
+    """With the room of the longest, only the first of unequal prompts compiles anything, and all say the same."""
+    target, tree = load.load_target(PAIR / "target"), TreeConfig(4)
+    head = load.load_head(PAIR / "head", target)
+    entry = drafters.Entry(Cell("jetspec", "jetspec", "tree", 4), head, tree)
+    prompts, sampling = [[5, 6, 7] * 11, [49], [11] * 20], SamplingConfig(NEW)
+    compiled = []
+    for ids in prompts:
+        engine = speculate.start(target, head, [ids], tree, sampling, room=33)
+        (result,) = engine.finish()
+        compiled.append(result.seconds["compile"] > 0)
+        assert result.token_ids == speculate.generate(target, None, [ids], None, sampling)[0].token_ids
+    assert compiled == [True, False, False]
+    assert compare.decode(target, entry, prompts[1], sampling, 33).seconds["compile"] == 0
 
 
 def copied(done, tmp_path, keep=None) -> pathlib.Path:
@@ -99,7 +115,7 @@ class TestGoingOn:
         lines = whole.splitlines(keepends=True)
         path = copied(done, tmp_path, sum(map(len, lines[:9])) + 40)
         seen, decode = [], compare.decode
-        monkeypatch.setattr(compare, "decode", lambda t, e, ids, s: seen.append(str(e.cell)) or decode(t, e, ids, s))
+        monkeypatch.setattr(compare, "decode", lambda t, e, *rest: seen.append(str(e.cell)) or decode(t, e, *rest))
         assert compare.main(words(tmp_path)) == 0
         assert len(seen) == 12 and seen[:2] == ["ngram tree 4", "ngram chain 4"]
         assert path.read_bytes().startswith(b"".join(lines[:9]))

@@ -18,6 +18,7 @@ from small import (
     target,
 )
 
+from jetspec_jax.backends.xla import PLAIN_XLA
 from jetspec_jax.drafts import block
 from jetspec_jax.layers import masks, rope
 from jetspec_jax.layers.attention import attend
@@ -96,6 +97,44 @@ def test_forward_equals_dense_attention_and_inference(causal):
 
     for i, a in enumerate(positions):
         np.testing.assert_allclose(decoding(slots[:1, i], jnp.array([a]))[0], got[0, i], atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 8, 11])
+def test_blocks_that_look_back_at_a_window(window):
+    """Keys cut out for each block equal masked ones, with their gradients, and the head as it decodes with a window."""
+    config = dataclasses.replace(HEAD, num_layers=2)
+    draft, params, head = head_of(config)
+    positions = [0, 2, 8]  # nothing before it; less than a window; two documents before it
+    anchors = Anchors(jnp.array([positions]), jnp.array([[True, True, True]]))
+    document = jnp.array([[1] * 3 + [2] * 9])
+    index = jnp.array([[*range(3), *range(9)]])
+    taps = jax.random.normal(jax.random.key(2), (1, 12, 32))
+    slots = jax.random.normal(jax.random.key(3), (1, 3, config.block_size, 16))
+
+    def cut(slots, taps):
+        return learns.forward(head, slots, anchors, taps, document, index, window=window)
+
+    def masked(slots, taps):
+        with pytest.MonkeyPatch.context() as patch:
+            seen = anchor_rules.seen(anchors, document, window)
+            patch.setattr(anchor_rules, "seen", lambda *_: seen)
+            return learns.forward(head, slots, anchors, taps, document, index)
+
+    pull = jax.random.normal(jax.random.key(4), slots.shape)
+    pulled = [jax.jit(lambda *x, f=f: jax.vjp(f, *x)[1](pull))(slots, taps) for f in (cut, masked)]
+    for one, other in zip(*pulled, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+    got = jax.jit(cut)(slots, taps)
+    np.testing.assert_allclose(got, jax.jit(masked)(slots, taps), atol=1e-5)
+
+    at, own = 8, taps[:, 3:8]  # the third block, as its document alone decodes
+    seen = Seen(own, jnp.zeros(1, jnp.int32), jnp.array([5]), None, path=False)
+    state = draft.extend(params, draft.init(params, 1, 32), seen, Ends(None, None))
+    out = head(
+        slots[:, 2], jnp.array([at - 3]), head.context(state.pending), state.count, state.context, state.length,
+        PLAIN_XLA, window,
+    )[0]  # fmt: skip
+    np.testing.assert_allclose(out[0], got[0, 2], atol=1e-5)
 
 
 def test_the_fused_form_of_attention_is_the_same():

@@ -84,11 +84,15 @@ class Engine:
     def state(self, state: State) -> None:
         self._state = state
 
-    def admit(self, new: Sequence[Row]) -> list[int]:
+    def admit(self, new: Sequence[Row], least: int = 0) -> list[int]:
         """Prefills rows into free slots, and returns the slots.
 
         The first call prefills all its rows as one batch. A later one puts them into the running batch, one by one;
         their tokens are those that they would have alone.
+
+        Args:
+          new: rows that no engine has.
+          least: prompt slots that the first call's batch has at least; what a longer prompt needs serves them too.
 
         Raises:
           ValueError: there are fewer free slots, or a row needs other sizes or options than the engine was made for.
@@ -98,7 +102,7 @@ class Engine:
             raise ValueError(f"{len(new)} rows: only {len(free)} of {len(self.rows)} slots are free")
         fitted = [self._fit(row) for row in new]
         if self._state is None:  # one batch, as wide as its longest prompt
-            sizes = dataclasses.replace(self.geometry, prompt=max(one.prompt for one in fitted))
+            sizes = dataclasses.replace(self.geometry, prompt=max(least, *(one.prompt for one in fitted)))
             self._request = self._arrays(new, sizes)
             self.state = self._prefilled(self._request)
         else:

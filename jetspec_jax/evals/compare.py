@@ -60,6 +60,11 @@ class Set(NamedTuple):
     prompts: list[Prompt]
     digest: str
 
+    @property
+    def room(self) -> int:
+        """Tokens of its longest prompt: all of a set are decoded by the programs that this one needs."""
+        return max(len(prompt.ids) for prompt in self.prompts)
+
 
 class Task(NamedTuple):
     """What all requests share."""
@@ -81,20 +86,20 @@ class Task(NamedTuple):
                         yield Key(part.name, prompt.place, sampling.temperature, entry.cell)
 
 
-def decode(target, entry: Entry, ids: list[int], sampling: SamplingConfig) -> speculate.Result:
-    """Decodes one prompt, once more where a program had to be compiled on the way."""
+def decode(target, entry: Entry, ids: list[int], sampling: SamplingConfig, room: int = 0) -> speculate.Result:
+    """Decodes one prompt, once more where a program had to be compiled on the way; room: of its set."""
     for _ in range(2):
-        results = speculate.generate(target, entry.head, [ids], entry.tree, sampling)
-        (result,) = speculate.sound(results if isinstance(results, list) else [results])
+        engine = speculate.start(target, entry.head, [ids], entry.tree, sampling, room=room)
+        (result,) = speculate.sound(engine.finish())
         if not result.seconds["compile"]:
             break
     return result
 
 
-def warm(target, entries: Sequence[Entry], ids: list[int], sampling: SamplingConfig) -> None:
-    """Compiles what every entry runs for a prompt, and runs one round of it."""
+def warm(target, entries: Sequence[Entry], ids: list[int], sampling: SamplingConfig, room: int = 0) -> None:
+    """Compiles what every entry runs for a prompt, and runs one round of it; room: of its set."""
     for entry in entries:
-        engine = speculate.start(target, entry.head, [ids], entry.tree, sampling)
+        engine = speculate.start(target, entry.head, [ids], entry.tree, sampling, room=room)
         if not engine.over():
             engine.advance(1)
 
@@ -113,9 +118,9 @@ def work(task: Task, book: Ledger, say=lambda line: None) -> None:
                 if not pending:
                     continue
                 if not warmed:
-                    warm(task.target, pending, prompt.ids, sampling)
+                    warm(task.target, pending, prompt.ids, sampling, part.room)
                     warmed = True
-                _prompt(task, book, pending, part.name, prompt, sampling)
+                _prompt(task, book, pending, part, prompt, sampling)
                 done, spent = done + len(pending), time.monotonic() - begin
                 rate = spent / done if first is None else (spent - first[1]) / (done - first[0])
                 first = first or (done, spent)
@@ -131,34 +136,35 @@ def _clock(seconds: float) -> str:
 
 
 def _prompt(
-    task: Task, book: Ledger, pending: Sequence[Entry], name: str, prompt: Prompt, sampling: SamplingConfig
+    task: Task, book: Ledger, pending: Sequence[Entry], part: Set, prompt: Prompt, sampling: SamplingConfig
 ) -> None:
     """Decodes one prompt with all entries in turn, as often as is asked for; writes each down after its last turn."""
     runs: dict[Any, list[speculate.Result]] = {entry.cell: [] for entry in pending}
     for turn in range(task.repeats):
         for entry in pending:
-            runs[entry.cell].append(decode(task.target, entry, prompt.ids, sampling))
+            runs[entry.cell].append(decode(task.target, entry, prompt.ids, sampling, part.room))
             if turn + 1 == task.repeats:
-                key = Key(name, prompt.place, sampling.temperature, entry.cell)
+                key = Key(part.name, prompt.place, sampling.temperature, entry.cell)
                 plain = book.get(key._replace(cell=drafters.NO_DRAFT.cell))  # None for plain decoding itself
-                book.add(_request(task, book.session, key, (entry, prompt, sampling), runs[entry.cell], plain))
+                parts = None
+                if task.lost and entry.tree is not None:
+                    parts = lost.split(task.target, entry.head, prompt.ids, entry.tree, sampling, part.room)
+                where, asked = (book.session, key), (entry, prompt, sampling)
+                book.add(_request(task.target, task.run_code, where, asked, runs[entry.cell], plain, parts))
 
 
 def _request(  # what was decoded, and what came of it
-    task: Task, session: int, key: Key, asked: tuple[Entry, Prompt, SamplingConfig],
-    runs: Sequence[speculate.Result], plain: Request | None,
+    target, run_code: bool, where: tuple[int, Key], asked: tuple[Entry, Prompt, SamplingConfig],
+    runs: Sequence[speculate.Result], plain: Request | None, parts: dict[str, int] | None,
 ) -> Request:  # fmt: skip
-    entry, prompt, sampling = asked
+    (session, key), (entry, prompt, sampling) = where, asked
     first = runs[0]
     median = lambda part: statistics.median(run.seconds[part] for run in runs)
     found: dict[str, Any] = {"verdict": "plain", "parted_at": None, "margin": None}
     if plain is not None:
-        found = judged(task.target, prompt.ids, plain.token_ids, first.token_ids, sampling)
-    parts = None
-    if task.lost and entry.tree is not None:
-        parts = lost.split(task.target, entry.head, prompt.ids, entry.tree, sampling)
+        found = judged(target, prompt.ids, plain.token_ids, first.token_ids, sampling)
     ended = first.finish_reason != "length"
-    score = scorers.score(prompt.gold, first.text, task.run_code, ended) if prompt.gold else None
+    score = scorers.score(prompt.gold, first.text, run_code, ended) if prompt.gold else None
     return Request(
         session=session, set=key.set, prompt=prompt.place, id=prompt.id, prompt_tokens=len(prompt.ids),
         temperature=sampling.temperature, drafter=entry.cell.drafter, method=entry.cell.method, shape=entry.cell.shape,

@@ -60,13 +60,14 @@ def watched(decoder: Decoder, params: dict, state: State) -> tuple[State, tuple[
 
 
 def split(
-    target, head, ids: Sequence[int], tree: TreeConfig, sampling: SamplingConfig, chunk: int | None = None
+    target, head, ids: Sequence[int], tree: TreeConfig, sampling: SamplingConfig, room: int = 0
 ) -> dict[str, int] | None:
     """Decodes one prompt a round at a time; returns how many rounds lost what, by the names of `KINDS`.
 
-    None for drafts without a row of logits a depth: what their candidates were is not known afterwards.
+    None for drafts without a row of logits a depth: what their candidates were is not known afterwards. room: tokens of
+    the longest prompt that the same programs serve.
     """
-    engine = speculate.start(target, head, [list(ids)], tree, sampling, prefill_chunk=chunk)
+    engine = speculate.start(target, head, [list(ids)], tree, sampling, room=room)
     counts = dict.fromkeys(KINDS, 0)
     while not engine.over():
         kind = int(np.asarray(engine.run(watched)[0])[0])

@@ -36,10 +36,15 @@ def sample(keys: Key[Array, " B"], candidate: Bool[Array, "B S"], count: int) ->
     return Anchors(jnp.where(valid, order, 0).astype(jnp.int32), valid)
 
 
-def seen(anchors: Anchors, document: Int[Array, "B S"]) -> Bool[Array, "B A S"]:
-    """Marks the context rows that a block may look at; none for an anchor that is not valid."""
+def seen(anchors: Anchors, document: Int[Array, "B S"], window: int = 0) -> Bool[Array, "B A S"]:
+    """Marks the context rows that a block may look at; none for an anchor that is not valid.
+
+    window: rows before the anchor, the last ones, that are context; 0 is all.
+    """
     own = jnp.take_along_axis(document, anchors.position, 1)[..., None] == document[:, None]
-    return (jnp.arange(document.shape[1]) < anchors.position[..., None]) & own & anchors.valid[..., None]
+    ahead = anchors.position[..., None] - jnp.arange(document.shape[1])
+    near = ahead <= window if window else True
+    return (ahead > 0) & near & own & anchors.valid[..., None]
 
 
 def labels(anchors: Anchors, slots: int, depth: int) -> Int[Array, "B A D"]:

@@ -122,7 +122,8 @@ def write(
         "target_fingerprint": target.fingerprint,
         "thinking": config.thinking_switch,
         "training_length": counts["longest"],
-        "context_window": counts["longest"],  # no distance between rows is longer in what was learnt
+        # No distance between rows is longer in what was learnt.
+        "context_window": min(recipe.window or counts["longest"], counts["longest"]),
         "training_steps": trained.step,
     }
     checkpoint.save_head(folder, recipe.head, finished, metadata, SHARD_BYTES)

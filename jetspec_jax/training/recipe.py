@@ -33,6 +33,7 @@ class Recipe:
     objective: str = objective.module("jetspec")
     mix: Mix = dataclasses.field(default_factory=Mix)
     gamma: float = 0.0
+    window: int = 0
     unroll: int = 7
     unroll_decay: float = 0.8
     confidence: float = 1.0

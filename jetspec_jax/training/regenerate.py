@@ -49,6 +49,7 @@ from jetspec_jax.training.data.answers import Answers
 
 BLOCK = 64  # rounds of one launch: between two, a signal is answered
 LEAST = 512  # positions of the shortest cache
+WIDE = 1024  # positions up to which a batch is decoded whole
 PROMPT_STEP = 128  # padded prompt widths are multiples of this: one prefill program each
 MANIFEST = "manifest.json"
 
@@ -101,9 +102,10 @@ def ask(target, source, longest: int, thinking: bool | None, limit: int = 0) -> 
 
 
 class Answerer:
-    """Decodes batches of `batch` rows of at most `capacity` positions; with a head, trees of `budget` nodes.
+    """Decodes batches of rows of at most `capacity` positions; with a head, trees of `budget` nodes.
 
-    Batches of short rows have a shorter cache: `LEAST` positions, twice as many, and so on, a program each.
+    Batches of short rows have a shorter cache: `LEAST` positions, twice as many, and so on, a program each. From `WIDE`
+    positions on they have fewer rows at a time, so that the cache grows no further.
     """
 
     def __init__(self, target, batch: int, capacity: int, head=None, budget: int = 1):
@@ -114,20 +116,33 @@ class Answerer:
     def __call__(
         self, prompts: Sequence[Sequence[int]], seeds: np.ndarray, max_new: int, temperature: float
     ) -> tuple[list[np.ndarray], np.ndarray]:
-        """Token ids of prompt and answer, and how each ended (`STOP`, ...).
+        """Returns token ids of prompt and answer of at most `batch` prompts, and how each ended (`STOP`, ...)."""
+        longest = max(map(len, prompts))
+        room = min(power(longest + max_new, LEAST), self.capacity)
+        rows = max(1, min(self.batch, self.batch * WIDE // power(room)))
+        found, reasons = [], []
+        for first in range(0, len(prompts), rows):
+            piece = slice(first, first + rows)
+            answered, why = self._answer(prompts[piece], seeds[piece], (max_new, temperature), longest, (rows, room))
+            found += answered
+            reasons.append(why)
+        return found, np.concatenate(reasons)
 
-        At most `batch` prompts; missing ones are rows that end before their first round.
+    def _answer(
+        self, prompts, seeds: np.ndarray, how: tuple[int, float], longest: int, sizes: tuple[int, int]
+    ) -> tuple[list[np.ndarray], np.ndarray]:
+        """Answers prompts of at most `longest` tokens together; missing rows end before their first round.
+
+        how: most new tokens, and the temperature; sizes: rows and positions of the cache.
         """
-        count = len(prompts)
-        room = min(power(max(map(len, prompts)) + max_new, LEAST), self.capacity)
+        count, (rows, room), (max_new, temperature) = len(prompts), sizes, how
         decoder = speculate.Decoder(self.target.model, self._draft, room + self._draft.depth + 1)
-        options = [
-            SamplingConfig(max_new, temperature, int(seed), eos=self.target.eos) for seed in seeds[:count].tolist()
-        ]
+        options = [SamplingConfig(max_new, temperature, int(seed), eos=self.target.eos) for seed in seeds.tolist()]
         fitted = Geometry.fit(prompts, options, self._draft, room)
-        prompt = -(-max(map(len, prompts)) // PROMPT_STEP) * PROMPT_STEP
-        sizes = dataclasses.replace(fitted, batch=self.batch, capacity=decoder.capacity, prompt=min(prompt, room))
-        request = requests.arrays(prompts, options, [self.budget] * count, sizes)
+        # What is read in chunks is one program, whatever its length.
+        width = room if longest > decoder.prefill_chunk else -(-longest // PROMPT_STEP) * PROMPT_STEP
+        shape = dataclasses.replace(fitted, batch=rows, capacity=decoder.capacity, prompt=min(width, room))
+        request = requests.arrays(prompts, options, [self.budget] * count, shape)
         state = program(prefill, decoder, self._params, request).run(self._params, request)
         block = jnp.int32(BLOCK)
         while not bool(state.done.all()):

@@ -112,6 +112,7 @@ class Settings:
 
     # ---- objective
     anchors: int = _number(256, "blocks, or rows at which steps begin, a sequence", 1)
+    window: int = _number(0, "tokens before its anchor that a block looks back at; 0 is all", 0)
     gamma: float = _number(0.0, "depth weight exp(-(k - 1) / gamma); 0 is uniform", 0)
     unroll: int = _number(7, "steps of an eagle3 head, all but the first after its own output", 1, 64)
     unroll_decay: float = _number(0.8, "weight of each step, over that of the one before", 0, 1, above=True)

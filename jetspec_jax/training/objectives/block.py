@@ -4,10 +4,13 @@ At inference a block reads a cached context of one length; here every anchor of 
 its own, through the layers that decode. Context keys and values are projected once a sequence. Two ways to attend give
 the same numbers: "xla" joins two partial attentions, over the context before the anchor and over the block itself, so
 that no mask of all blocks against all blocks is made; "cudnn" makes that mask and lets a fused kernel keep no score.
+Where blocks look back at a window, each takes the keys of its own one, so that what a block costs does not grow with
+the sequence, and "xla" is the way.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -150,9 +153,11 @@ def hidden(recipe: Recipe, folded: dict, part: Batch, features: Features, asked:
     """Returns hidden states of the drafted slots, with the parameters of the finished head."""
     graphdef = block_draft.build(recipe.head, recipe.dtype)[0].graphdef
     head = nnx.merge(graphdef, nnx.State(folded))
-    where = part.document, part.position
     anchors, block = asked.inputs
-    return forward(head, block, anchors, features.taps, *where, recipe.attention, recipe.remat)[:, :, 1:]
+    return forward(
+        head, block, anchors, features.taps, part.document, part.position,
+        attention=recipe.attention, remat=recipe.remat, window=recipe.window,
+    )[:, :, 1:]  # fmt: skip
 
 
 def logits(
@@ -180,7 +185,8 @@ def work(recipe: Recipe, sequences: int, length: int) -> dict[str, float]:
     rows = sequences * min(recipe.anchors, length) * head.block_size
     fuse = 2 * tokens * len(head.tap_layers) * head.hidden_size * head.hidden_size
     context = head.num_layers * 2 * head.hidden_size * head.num_kv_heads * head.head_dim
-    seen = 4 * rows * (length / 2 + head.block_size) * head.num_heads * head.head_dim * head.num_layers
+    context_rows = min(length / 2, recipe.window) if recipe.window else length / 2
+    seen = 4 * rows * (context_rows + head.block_size) * head.num_heads * head.head_dim * head.num_layers
     once = 2 * rows * flops.row_parameters(head) + fuse + 2 * tokens * context + seen
     return {
         "head_forward": float(once),
@@ -207,15 +213,18 @@ def forward(  # noqa: PLR0913  # arrays of one forward pass
     position: Int[Array, "B S"],
     attention: str = "xla",
     remat: bool = False,
+    window: int = 0,
 ) -> Float[Array, "B A T E"]:
     """Returns hidden states of every slot of every block, for the target's lm_head.
 
     block: embeddings of [anchor, MASK, ...], T = block size. features: tapped target features of the sequence; what
-    lies at or after an anchor, or in another document, is not read by its block. remat: keep only what enters a layer.
+    lies at or after an anchor, in another document, or farther back than the window, is not read by its block. remat:
+    keep only what enters a layer. window: 0 is all.
     """
     c = head.config
     batch, count, slots, embed = block.shape
-    seen = anchor_rules.seen(anchors, document)
+    window = window if window < features.shape[1] else 0
+    seen = anchor_rules.seen(anchors, document, window)
     # What no block sees (padding) may be NaN, which a weight of zero would keep out of no sum and of no gradient.
     features = jnp.where(seen.any(1)[..., None], features, 0)
     context = head.context_kv(head.context(features), position)
@@ -224,7 +233,8 @@ def forward(  # noqa: PLR0913  # arrays of one forward pass
     angles = head.angles((start[..., None] + jnp.arange(slots)).reshape(batch, -1))
 
     # The f32 scores of a layer are larger than everything else that a step keeps, so they are always made again.
-    attend = _fused if attention == "cudnn" else _attend if remat else jax.checkpoint(_attend)
+    joined = functools.partial(_attend_windows, anchors.position, window) if window else _attend
+    attend = _fused if attention == "cudnn" and not window else joined if remat else jax.checkpoint(joined)
 
     def over_context(i, q, fresh):
         return attend(q, fresh, context[i], seen, own), None
@@ -233,16 +243,48 @@ def forward(  # noqa: PLR0913  # arrays of one forward pass
     return head.run(x, angles, over_context, remat=remat).hidden.reshape(block.shape)
 
 
-def _attend(
-    q: Float[Array, "B R N H"], block: KV, context: KV, seen: Bool[Array, "B A S"], own: Bool[Array, "T T"]
+def _attend_windows(
+    position: Int[Array, "B A"],
+    window: int,
+    q: Float[Array, "B R N H"],
+    block: KV,
+    context: KV,
+    seen: Bool[Array, "B A S"],
+    own: Bool[Array, "T T"],
 ) -> Float[Array, "B R N H"]:
-    """R = A * T block rows over their context and their own block; softmax over both in f32."""
+    """The rows of each block over the `window` rows of context before its anchor, and over the block itself."""
+
+    def cut(rows: Float[Array, "S K H"], places: Int[Array, " A"]):
+        padded = jnp.pad(rows, ((window, 0), (0, 0), (0, 0)))  # what would lie before the first row is nobody's
+        return jax.vmap(lambda at: jax.lax.dynamic_slice_in_dim(padded, at, window))(places)
+
+    def keys(x: Float[Array, "B K S H"]):
+        wide = x.swapaxes(1, 2).astype(jnp.float32)  # a row's gradient is a sum over all blocks that see it
+        return jax.vmap(cut)(wide, position).swapaxes(2, 3).astype(x.dtype)  # [B, A, K, window, H]
+
+    index = position[..., None] - window + jnp.arange(window)
+    near = jnp.take_along_axis(seen, jnp.maximum(index, 0), 2) & (index >= 0)
+    return _attend(q, block, (keys(context[0]), keys(context[1])), near, own, "baksh")
+
+
+def _attend(
+    q: Float[Array, "B R N H"],
+    block: KV,
+    context: tuple[jax.Array, jax.Array],
+    seen: Bool[Array, "B A S"],
+    own: Bool[Array, "T T"],
+    axes: Literal["bksh", "baksh"] = "bksh",
+) -> Float[Array, "B R N H"]:
+    """R = A * T block rows over their context and their own block; softmax over both in f32.
+
+    axes: of the context's keys and values; with "a", each block has its own.
+    """
     batch, rows, heads, dim = q.shape
     kv_heads, count, slots = block[0].shape[1], seen.shape[1], own.shape[0]
     q = q.reshape(batch, count, slots, kv_heads, heads // kv_heads, dim).transpose(0, 3, 4, 1, 2, 5)
     k, v = (x.reshape(batch, kv_heads, count, slots, dim) for x in block)
     scale = 1 / math.sqrt(dim)
-    before = einsum("bkgath,bksh->bkgats", q, context[0], jnp.float32) * scale
+    before = einsum(f"bkgath,{axes}->bkgats", q, context[0], jnp.float32) * scale
     before = jnp.where(seen[:, None, None, :, None], before, MASKED)
     within = jnp.where(own, einsum("bkgath,bkarh->bkgatr", q, k, jnp.float32) * scale, MASKED)
 
@@ -250,7 +292,7 @@ def _attend(
     peak = jax.lax.stop_gradient(jnp.maximum(before.max(-1), within.max(-1)))[..., None]
     before, within = jnp.exp(before - peak), jnp.exp(within - peak)
     total = before.sum(-1) + within.sum(-1)
-    value = einsum("bkgats,bksh->bkgath", before.astype(v.dtype), context[1], jnp.float32)
+    value = einsum(f"bkgats,{axes}->bkgath", before.astype(v.dtype), context[1], jnp.float32)
     value = value + einsum("bkgatr,bkarh->bkgath", within.astype(v.dtype), v, jnp.float32)
     out = (value / total[..., None]).astype(v.dtype)
     return out.transpose(0, 3, 4, 1, 2, 5).reshape(batch, rows, heads, dim)

@@ -89,10 +89,10 @@ def _asked(recipe: Recipe, target_params, part: Batch, anchors: Anchors, gamma: 
 def hidden(recipe: Recipe, folded: dict, part: Batch, features: Features, asked: Questions) -> Float[Array, "B A D E"]:
     """Returns hidden states of all slots, with the parameters of the finished head."""
     anchors, embedded = asked.inputs.blocks
-    where = part.document, part.position
     return block.forward(
-        _module(recipe, folded), embedded, anchors, features.taps, *where, recipe.attention, recipe.remat
-    )
+        _module(recipe, folded), embedded, anchors, features.taps, part.document, part.position,
+        attention=recipe.attention, remat=recipe.remat, window=recipe.window,
+    )  # fmt: skip
 
 
 def logits(
