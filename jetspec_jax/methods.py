@@ -35,7 +35,7 @@ def _given(tree: TreeConfig, head) -> TreeConfig:
 
 
 def _chain(tree: TreeConfig, head) -> TreeConfig:
-    return dataclasses.replace(tree, budget=(tree.depth or head.draft.depth) + 1, width=1, builder="accum_logp")
+    return dataclasses.replace(tree, budget=(tree.depth or head.draft.depth) + 1, width=1, builder="best_first")
 
 
 def _exact(tree: TreeConfig, head) -> TreeConfig:

@@ -108,6 +108,56 @@ def test_every_request_is_what_decoding_it_alone_gives(done):
     ET.parse(done / "run.svg")
 
 
+def part(done, folder, name, drafters, **settings) -> pathlib.Path:
+    """A file with some drafters of the comparison, plain decoding among them, as another run would leave it."""
+    first, *rest = map(json.loads, (done / "run.jsonl").read_text().splitlines())
+    kept = ("autoregressive", *drafters)
+    said = first["settings"]
+    said |= {**settings, "cells": [cell for cell in said["cells"] if cell[0] in kept]}
+    lines = [first, *(row for row in rest if row["drafter"] in kept)]
+    (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / name
+
+
+class TestOverview:
+    def test_files_of_one_comparison_are_shown_as_one(self, done, tmp_path, capsys):
+        one, two = part(done, tmp_path, "a.jsonl", ["jetspec"]), part(done, tmp_path, "b.jsonl", ["ngram"])
+        whole = summary.of(ledger.read(done / "run.jsonl"))
+        found = summary.joined([summary.of(ledger.read(path)) for path in (one, two)])
+        assert found.groups == whole.groups and found.totals == whole.totals
+        assert compare.main(["--table", str(one), str(two), "--overview", "--svg", str(tmp_path / "x.svg")]) == 0
+        text = capsys.readouterr().out
+        assert text.count("### ") == 2 and text.count("| plain decoding |") == 1
+        ET.parse(tmp_path / "x.svg")
+        total = {g.cell: g.figures for g in found.totals}[Cell("jetspec", "jetspec", "tree", 4)]
+        assert f"| jetspec tree 4 | {total.acceptance:.2f} | {total.acceptance:.2f} |" in text
+
+    def test_figures_of_fewer_prompts_are_in_brackets(self, done, tmp_path):
+        path = part(done, tmp_path, "a.jsonl", ["jetspec"])
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(lines[:-1]))  # without the last chain
+        shown = tables.overview(summary.joined([summary.of(ledger.read(path))]))
+        (row,) = [line for line in shown.splitlines() if line.startswith("| jetspec chain 4") and line.count("|") == 4]
+        assert row.count("(") == 2
+
+    @pytest.mark.parametrize(
+        "name, value", [("dtype", "bfloat16"), ("limit", 3), ("jax", "0"), ("sets", {"x": [4, ""]})]
+    )
+    def test_files_of_different_runs_are_not_joined(self, done, tmp_path, capsys, name, value):
+        paths = (
+            part(done, tmp_path, "a.jsonl", ["jetspec"]),
+            part(done, tmp_path, "b.jsonl", ["ngram"], **{name: value}),
+        )
+        assert compare.main(["--table", *map(str, paths), "--overview"]) == 1
+        assert f"files of different {name}" in capsys.readouterr().err
+
+    def test_a_cell_of_two_files_is_named(self, done, tmp_path, capsys):
+        path = part(done, tmp_path, "a.jsonl", ["jetspec"])
+        assert compare.main(["--table", str(path), str(path), "--overview"]) == 1
+        assert "jetspec tree 4 of some is in two files" in capsys.readouterr().err
+        assert compare.main(words(tmp_path, "--overview")) == 2
+
+
 class TestGoingOn:
     def test_what_is_done_is_not_decoded_again(self, done, tmp_path, monkeypatch, capsys):
         """The file is cut in the middle of its ninth request: eight stay, and the half line goes."""

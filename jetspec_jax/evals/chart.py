@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
@@ -12,7 +13,7 @@ from jetspec_jax.evals.summary import BIN_NAMES, BINS, Group, Summary
 
 WIDE, HIGH, EDGE = 420, 280, 44  # of one panel, and room for its numbers
 ROW = 13  # of the legend
-COLOURS = ("#888888", "#1f77b4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e", "#a6761d")
+COLOURS = ("#1f77b4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e", "#a6761d", "#888888")
 
 
 class Curve(NamedTuple):
@@ -29,13 +30,13 @@ class Bars(NamedTuple):
     values: list[float | None]
 
 
-def picture(panels: Sequence[str]) -> str:
-    """Returns a picture of panels side by side, three a row; each is what `curves` or `bars` returns."""
-    across = min(len(panels), 3)
-    down = -(-len(panels) // 3)
+def picture(panels: Sequence[str], row: int = 3) -> str:
+    """Returns a picture of panels, so many a row; each is what `curves` or `bars` returns."""
+    across = min(len(panels), row)
+    down = -(-len(panels) // row)
     size = f'width="{WIDE * across}" height="{HIGH * down}" viewBox="0 0 {WIDE * across} {HIGH * down}"'
     placed = [
-        f'<g transform="translate({WIDE * (i % 3)} {HIGH * (i // 3)})">\n{panel}\n</g>'
+        f'<g transform="translate({WIDE * (i % row)} {HIGH * (i // row)})">\n{panel}\n</g>'
         for i, panel in enumerate(panels)
     ]
     style = 'font-family="sans-serif" font-size="10"'
@@ -56,7 +57,7 @@ def curves(title: str, lines: Sequence[Curve], log: bool = False) -> str:
         return _empty(title)
     along = math.log2 if log else float
     left, right = min(along(x) for x, _ in points), max(along(x) for x, _ in points)
-    top = max(y for _, y in points) or 1.0
+    top = _round(max(y for _, y in points) or 1.0)
     x = lambda value: EDGE + (WIDE - 1.5 * EDGE) * ((along(value) - left) / (right - left) if right > left else 0.5)
     legend, y = _legend([line.name for line in lines], top)
     out = [*_frame(title, top, y), *legend]
@@ -85,7 +86,7 @@ def bars(title: str, groups: Sequence[str], colours: Sequence[Bars], stacked: bo
     if not groups or not colours:
         return _empty(title)
     top = max(map(sum, zip(*heights, strict=True))) if stacked else max(map(max, heights))
-    top = top or 1.0
+    top = _round(top or 1.0)
     legend, y = _legend([one.name for one in colours], top)
     out = [*_frame(title, top, y), *legend]
     room = (WIDE - 1.5 * EDGE) / len(groups)
@@ -107,6 +108,12 @@ def bars(title: str, groups: Sequence[str], colours: Sequence[Bars], stacked: bo
 
 def _colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
+
+
+def _round(top: float) -> float:
+    """The next number of which a quarter is a round one."""
+    unit = 10.0 ** math.floor(math.log10(top / 4))
+    return next(4 * unit * n for n in (1, 1.5, 2, 2.5, 3, 4, 5, 7.5, 10) if 4 * unit * n >= top * (1 - 1e-9))
 
 
 def _frame(title: str, top: float, y: Callable[[float], float]) -> list[str]:
@@ -138,7 +145,7 @@ def _legend(names: Sequence[str], top: float) -> tuple[list[str], Callable[[floa
 def _below(name: str, x: float, count: int) -> str:
     """A name below a bar; aslant where many stand side by side."""
     y = HIGH - EDGE + 12
-    turn = f' transform="rotate(-35 {x:.1f} {y})" text-anchor="end"' if count > 4 else ' text-anchor="middle"'
+    turn = f' transform="rotate(-25 {x:.1f} {y})" text-anchor="end"' if count > 4 else ' text-anchor="middle"'
     return f'<text x="{x:.1f}" y="{y}"{turn}>{escape(name)}</text>'
 
 
@@ -166,6 +173,41 @@ def comparison(found: Summary) -> str:
         parts = [Bars(part, [figure(key, cell, part) for cell in cells]) for part in ("prefill", "decode")]
         panels.append(bars(f"seconds, {named(*key)}", list(map(str, cells)), parts, stacked=True))
     return picture(panels)
+
+
+def overview(found: Summary) -> str:
+    """Returns the picture of a comparison at its lowest temperature: each drafter's fastest cell by set, and by budget.
+
+    The first panel has bars for each set; then come speed-up, acceptance length and milliseconds of a round by nodes.
+    """
+    heat = min(g.temperature for g in found.totals)
+    totals = [g for g in found.totals if g.temperature == heat and g.cell.shape != "plain" and g.figures]
+    fastest: dict[str, Group] = {}
+    for g in totals:
+        best = fastest.get(g.cell.drafter)
+        if best is None or (g.figures.speedup or 0) > (best.figures.speedup or 0):  # type: ignore[union-attr]
+            fastest[g.cell.drafter] = g
+    sets = list(dict.fromkeys(g.set for g in found.groups))
+    by = {(g.set, g.cell): g.figures for g in found.groups if g.temperature == heat}
+    shown = [
+        Bars(f"{g.cell} ({g.figures.speedup:.2f})", [getattr(by.get((s, g.cell)), "speedup", None) for s in sets])
+        for g in fastest.values()  # in the order of the lines, so that a drafter has one colour
+        if g.figures and g.figures.speedup
+    ]
+    panels = [bars("decode speed-up, each drafter's fastest (all sets)", sets, shown)]
+    alone = Counter(g.cell.drafter for g in totals)  # a drafter of one cell is a point, whatever its shape
+    for title, name, times in (
+        ("decode speed-up by nodes a round", "speedup", 1.0),
+        ("acceptance length by nodes a round", "acceptance", 1.0),
+        ("milliseconds of a round by its nodes", "round_seconds", 1e3),
+    ):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for g in totals:
+            value = getattr(g.figures, name)
+            if value is not None and (g.cell.shape == "tree" or alone[g.cell.drafter] == 1):
+                lines.setdefault(g.cell.drafter, []).append((float(g.cell.nodes), times * value))
+        panels.append(curves(title, [Curve(name, sorted(points)) for name, points in lines.items()], log=True))
+    return picture(panels, 2)
 
 
 def _by_nodes(groups: Sequence[Group], named) -> list[Curve]:

@@ -3,6 +3,7 @@
     python -m jetspec_jax.evals.compare --prompts gsm8k.jsonl mbpp.jsonl --out run.jsonl \\
         --drafters jetspec=HEAD dflash=HEAD2 ngram --budgets 16 64 --temperatures 0 1
     python -m jetspec_jax.evals.compare --table run.jsonl --svg run.svg
+    python -m jetspec_jax.evals.compare --table run.jsonl other.jsonl --overview
 
 Each prompt is decoded alone (batch 1), plainly and with every drafter and budget, round robin, after a warm-up that
 compiles; time that compiles never counts. Every request is a line of --out, flushed. The same command goes on where it
@@ -238,6 +239,8 @@ LINE = command.Line(
         Option("out", "text", "File of the requests; it is gone on with where it is there.", metavar="FILE.jsonl"),
         Option("table", "text", "Print the tables of these files, and decode nothing.", many=True, default=(),
                metavar="FILE.jsonl"),
+        Option("overview", "flag", "With --table: two tables a temperature and no more, a column a set; several files "
+               "of one target and the same prompts are one comparison.", False),
         Option("svg", "text", "Also draw the figures into this file; of one comparison.", metavar="FILE.svg"),
         command.TARGET,
         Option("drafters", "text", f"Drafters, METHOD or METHOD=HEAD_FOLDER of {', '.join(drafters.METHODS)}; plain "
@@ -266,8 +269,18 @@ def main(argv: Sequence[str]) -> int:
     args = LINE.parse(argv)
     if bool(args.table) == bool(args.prompts):
         raise UsageError("give either --prompts and --out, or --table")
-    if args.svg and len(args.table) > 1:
-        raise UsageError(f"--svg with {len(args.table)} files: it draws one comparison; give one --table")
+    if args.overview and not args.table:
+        raise UsageError("--overview: it is of files; give them with --table")
+    if args.svg and len(args.table) > 1 and not args.overview:
+        raise UsageError(
+            f"--svg with {len(args.table)} files: it draws one comparison; give one --table, or --overview"
+        )
+    if args.table and args.overview:
+        found = summary.joined([summary.of(ledger.read(path)) for path in args.table])
+        print(tables.overview(found))
+        if args.svg:
+            pathlib.Path(args.svg).write_text(chart.overview(found), encoding="utf-8")
+        return 0
     if args.table:
         _show([ledger.read(path) for path in args.table], args.svg)
         return 0

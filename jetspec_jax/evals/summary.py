@@ -64,6 +64,10 @@ class Summary(NamedTuple):
     lengths: dict[str, list[Group]]  # the same over all sets, by the name of a bin of prompt lengths
     sessions: int
     peak_bytes: int | None
+    totals: list[Group]  # over all sets
+
+
+SAME = ("target_fingerprint", "dtype", "backend", "sets", "limit", "max_prompt_tokens", "device", "jax")
 
 
 def of(run: Run) -> Summary:
@@ -89,9 +93,45 @@ def of(run: Run) -> Summary:
             rows = [r for r in rows if bin_of(r.prompt_tokens) == label]
             found = figures(rows, plain, _by(run.requests, chain_of(cell, cells))) if rows else None
             lengths[label].append(Group("all sets", temperature, cell, counted[label], found))
+    totals = []
+    for temperature, cell in itertools.product(temperatures, cells):
+        rows = [r for r in run.requests if (r.temperature, r.cell) == (temperature, cell)]
+        found = figures(rows, plain, _by(run.requests, chain_of(cell, cells))) if rows else None
+        totals.append(Group("all sets", temperature, cell, sum(sets.values()), found))
     told = [r.peak_bytes for r in run.requests if r.peak_bytes is not None]
     sessions = len({r.session for r in run.requests})
-    return Summary(run.settings, groups, lengths, sessions, max(told, default=None))
+    return Summary(run.settings, groups, lengths, sessions, max(told, default=None), totals)
+
+
+def joined(found: Sequence[Summary]) -> Summary:
+    """Returns comparisons of one target over the same prompts as one; each keeps the plain decoding of its own run.
+
+    Raises:
+      ConfigError: they differ in what their figures depend on, or a cell is in two of them.
+    """
+    first = found[0]
+    for other in found[1:]:
+        for name in SAME:
+            if first.settings.get(name) != other.settings.get(name):
+                a, b = (str(one.settings.get(name))[:60] for one in (first, other))
+                raise ConfigError(f"--overview: files of different {name}, {a} and {b}; give those of one comparison")
+    seen: dict[tuple[str, float, Cell], Group] = {}
+    for one in found:
+        for group in one.groups:
+            key = group.set, group.temperature, group.cell
+            if key in seen and group.cell.shape != "plain":
+                raise ConfigError(f"--overview: {group.cell} of {group.set} is in two files; give one of them")
+            seen.setdefault(key, group)
+    every = sorted(seen.values(), key=lambda g: (g.temperature, list(first.settings["sets"]).index(g.set)))
+    totals: dict[tuple[float, Cell], Group] = {}
+    for total in itertools.chain.from_iterable(one.totals for one in found):
+        totals.setdefault((total.temperature, total.cell), total)
+    heats = sorted({float(t) for one in found for t in one.settings["sampling"]["temperature"]})
+    settings = first.settings | {"sampling": {**first.settings["sampling"], "temperature": heats}}
+    told = [one.peak_bytes for one in found if one.peak_bytes is not None]
+    return Summary(
+        settings, every, {}, sum(one.sessions for one in found), max(told, default=None), list(totals.values()),
+    )  # fmt: skip
 
 
 def grid(settings: Mapping[str, Any]) -> tuple[dict[str, int], list[float], list[Cell]]:

@@ -37,6 +37,47 @@ def markdown(run: Run) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def overview(found: Summary) -> str:
+    """Returns two tables a temperature, speed-ups and acceptance lengths: a row a cell, a column a set."""
+    sets = list(found.settings["sets"])
+    by = {(g.set, g.temperature, g.cell): g for g in found.groups}
+    parts = [_head(found)]
+    for heat in sorted({g.temperature for g in found.totals}):
+        totals = [g for g in found.totals if g.temperature == heat]
+        for title, name in (("Speed-up, pooled", "speedup"), ("Acceptance length, pooled", "acceptance")):
+            rows = []
+            for total in totals:
+                if name == "acceptance" and total.cell.shape == "plain":
+                    continue
+                cells = [_told(by.get((one, heat, total.cell)), name) for one in sets]
+                rows.append([str(total.cell), *cells, _told(total, name), *_beside(total.figures, name)])
+            more = BESIDE if name == "speedup" else ()
+            parts += [f"### {title}, T {heat:g}", table(["cell", *sets, "all sets", *more], rows)]
+    return "\n\n".join([*parts, OVERVIEW, NOTES]) + "\n"
+
+
+BESIDE = ("tokens/s", "ms a round", "over own chain", "efficiency", "beside plain decoding")
+OVERVIEW = """\
+A figure in brackets lacks some of the prompts that were asked for, and a dash all of them. Each run is compared with
+its own plain decoding; that of the first one is shown."""
+
+
+def _told(group: Group | None, name: str) -> str:
+    if group is None or group.figures is None:
+        return "-"
+    value = number(getattr(group.figures, name))
+    return value if group.figures.prompts == group.wanted else f"({value})"
+
+
+def _beside(f: Figures | None, name: str) -> list[str]:
+    if name != "speedup":
+        return []
+    if f is None:
+        return ["-"] * len(BESIDE)
+    seconds = None if f.round_seconds is None else 1e3 * f.round_seconds
+    return [number(f.tokens_per_second, ",.0f"), number(seconds), _over(f), number(f.efficiency), verdicts(f)]
+
+
 def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Returns a Markdown table; a bar within a cell is escaped."""
     line = lambda cells: "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
