@@ -5,6 +5,8 @@
 Commands and environment as there; DIR may begin as a copy of that run's `pool*`, `own*`, `answers*` and `dialogues`.
 From DFlash's recipe: every slot of a block sees the whole block, and the loss is the cross entropy of the text, slot k
 weighing exp(-(k - 1) / 7). Its chain and DDTree's trees are drafted by this one head.
+
+Run in 250 s of training and a start of 40 s on one NVIDIA H200 (bfloat16, jax 0.11.2), 46 ms a step.
 """
 
 import runpy

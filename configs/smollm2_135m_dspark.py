@@ -8,6 +8,8 @@ From DSpark's paper and code: a block of 7 whose anchor drafts too, a vanilla Ma
 is 256, for a hidden size of 576; 640 blocks a sequence, so that a step takes as long as with blocks of 16; the
 optimiser, as for the others. It has 22.1 M parameters where the JetSpec head has 15.8 M, 6.3 M of them its Markov head.
 Held-out figures are those of chains (docs/training.md), so compare heads by `jetspec_jax.evals.compare` alone.
+
+Run in 311 s of training and a start of 50 s on one NVIDIA H200 (bfloat16, jax 0.11.2), 58 ms a step.
 """
 
 import runpy

@@ -8,6 +8,8 @@ gradient by the head is that of a cross entropy with the target's distribution; 
 sequence and not at every one, so that a step learns as many rows as the other families' do; the optimiser, as for the
 others. The head looks back at everything, and has 15.7 M parameters where the JetSpec head has 15.8 M. Held-out figures
 are those of chains (docs/training.md), so compare heads by `python -m jetspec_jax.evals.compare` alone.
+
+Run in 255 s of training (two commands) on one NVIDIA H200 (bfloat16, jax 0.11.2), 40 ms a step.
 """
 
 import runpy

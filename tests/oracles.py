@@ -10,6 +10,55 @@ import numpy as np
 Node = tuple[int, int, int]  # token, parent, depth
 
 
+def row_of(logp, d: int, above: int):
+    """Log-probabilities at depth d + 1 after candidate `above` of depth d; one row [D, W] serves all parents."""
+    return logp[d] if logp.ndim == 2 else logp[d, above if d else 0]
+
+
+def accum_logp_table(logp, token, anchor: int, budget: int) -> list[Node]:
+    """`accum_logp` where each parent has a row of its own [D, W, W]; a sibling group is in the order of its row."""
+    depth = len(token)
+    nodes, places, scores = [(anchor, -1, 0)], [0], [np.float32(0)]
+    heap, order = [(-0.0, 0, 0)], itertools.count(1)
+    while heap and len(nodes) < budget:
+        _, _, v = heapq.heappop(heap)
+        d = nodes[v][2]
+        if d == depth:
+            continue
+        row = row_of(logp, d, places[v])
+        group = [int(w) for w in np.argsort(-row, kind="stable") if np.isfinite(row[w])]
+        for w in group[: budget - len(nodes)]:
+            nodes.append((int(token[d, w]), v, d + 1))
+            places.append(w)
+            scores.append(np.float32(scores[v] + row[w]))
+            heapq.heappush(heap, (-scores[-1], next(order), len(nodes) - 1))
+    return nodes
+
+
+def table_scores(logp, nodes: int) -> list[float]:
+    """Scores of the `nodes` most probable paths of a table, by a heap of next siblings and first children."""
+    depth = logp.shape[0]
+    ranked = lambda d, above: np.argsort(-row_of(logp, d, above), kind="stable")
+    heap, count, out = [], itertools.count(), []
+
+    def push(d: int, above: int, place: int, base):
+        order = ranked(d, above)
+        if place < len(order):
+            w = int(order[place])
+            score = np.float32(base + row_of(logp, d, above)[w])
+            if np.isfinite(score):
+                heapq.heappush(heap, (-score, next(count), d, above, place, base, w))
+
+    push(0, 0, 0, np.float32(0))
+    while heap and len(out) < nodes:
+        score, _, d, above, place, base, w = heapq.heappop(heap)
+        out.append(-score)
+        push(d, above, place + 1, base)
+        if d + 1 < depth:
+            push(d + 1, w, 0, -score)
+    return out
+
+
 def accum_logp(logp, token, anchor: int, budget: int) -> list[Node]:
     """Best-first over whole sibling groups with a heap (method 5.1); zero-probability children are not made."""
     depth, width = logp.shape
@@ -47,10 +96,14 @@ def ddtree_scores(logp, nodes: int) -> list[float]:
 
 def best_first(logp, token, anchor: int, budget: int) -> list[Node]:
     """All paths, enumerated; the best budget - 1 by score, then depth, then place in the level (parent, then rank)."""
-    depth, width = logp.shape
+    depth, width = token.shape
     level, everything = [(np.float32(0), ())], []
     for d in range(depth):
-        below = [(np.float32(s + logp[d, r]), (*ranks, r)) for s, ranks in level for r in range(width)]
+        below = [
+            (np.float32(s + row_of(logp, d, ranks[-1] if ranks else 0)[r]), (*ranks, r))
+            for s, ranks in level
+            for r in range(width)
+        ]
         level = sorted((x for x in below if np.isfinite(x[0])), key=lambda x: -x[0])  # stable: parent, then rank
         everything += level
     chosen = [ranks for _, ranks in sorted(everything, key=lambda x: -x[0])[: budget - 1]]  # stable: depth, then place

@@ -211,10 +211,21 @@ def test_grow_with_equal_scores(interpret):
     check_grow(np.stack([logp, np.round(logp)]), np.tile(np.arange(9).reshape(3, 3), (2, 1, 1)), 5, interpret)
 
 
+@HOW
+@pytest.mark.parametrize("rows,depth,width", [(2, 3, 2), (17, 5, 9), (64, 15, 16), (9, 1, 12)])
+def test_grow_with_a_row_for_each_parent(rows, depth, width, interpret):
+    draw = np.random.default_rng(rows)
+    logp = -np.abs(draw.standard_normal((2, depth, width, width))) * 2
+    logp[1] = np.where(draw.random(logp[1].shape) < 0.4, -np.inf, np.round(logp[1]))  # paths that are not, and equals
+    check_grow(logp, np.stack([draw.permutation(99)[:width] for _ in range(2 * depth)]).reshape(2, depth, width), rows,
+               interpret)  # fmt: skip
+
+
 def check_grow(logp, token, rows, interpret):
     logp, token = jnp.asarray(logp, jnp.float32), jnp.asarray(token, jnp.int32)
+    logp = logp if logp.ndim == 4 else logp[:, :, None]
     got = gpu_loop.grow(logp, token, rows, interpret)
-    wanted = tree.grow("best_first", tree.Candidates(token, logp[:, :, None]), rows)
+    wanted = tree.grow("best_first", tree.Candidates(token, logp), rows)
     size = np.asarray(wanted[3])
     assert (np.asarray(got[3]) == size).all()
     for g, w in zip(got[:3], wanted[:3], strict=True):
@@ -327,5 +338,6 @@ def test_kernels_lower_for_cuda(model, nodes, dtype, verified):
         cuda_text(gpu_loop.commit, (kv(2048),) * 30, (kv(nodes),) * 30, ints(1, 16), ints(1)),
     ]  # fmt: skip
     if nodes > 1:
-        lowered.append(cuda_text(lambda x, t: gpu_loop.grow(x, t, nodes), f32(1, 15, 63), ints(1, 15, 63)))
+        for rows in (1, 63):  # a row of all parents, or one of each
+            lowered.append(cuda_text(lambda x, t: gpu_loop.grow(x, t, nodes), f32(1, 15, rows, 63), ints(1, 15, 63)))
     assert all("triton" in text for text in lowered) and len(verified) >= len(lowered)

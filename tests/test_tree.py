@@ -37,7 +37,9 @@ def build(*args):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def grow(builder, rows, logp, token):
     """The builder itself, on scores that can be exact integers."""
-    return {"best_first": tree._best_first, "accum_logp": tree._accum_logp}[builder](logp, token, rows)
+    if builder == "best_first":
+        return tree._best_first(logp, token, rows)
+    return tree._accum_logp(logp[:, None], token, rows)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -292,3 +294,55 @@ def test_levels_leave_out_what_is_no_number():
     tokens, parents, depths, built = tree.levels(children, None, jnp.array([1]), 8, 3, 4)
     assert built.tolist() == [4] and tokens[0, 1:4].tolist() == [5, 5, 5]
     assert parents[0, 1:4].tolist() == [0, 1, 2] and depths[0, 1:4].tolist() == [1, 2, 3]
+
+
+TABLES = {"best_first": oracles.best_first, "accum_logp": oracles.accum_logp_table}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def grow_table(builder, rows, logp, token):
+    return tree.grow(builder, tree.Candidates(token[None], logp[None]), rows)
+
+
+@pytest.mark.parametrize("builder", TABLES)
+@pytest.mark.parametrize("shape", [(3, 4, 12), (4, 3, 9), (2, 5, 24), (1, 4, 4), (3, 2, 16)], ids=str)
+@given(seed=st.integers(0, 2**32 - 1), ties=st.booleans())
+def test_a_row_for_each_parent_equals_references(builder, shape, seed, ties):
+    """Node for node, on random tables and on tables of small integers, where many paths tie."""
+    depth, width, rows = shape
+    draw = np.random.default_rng(seed)
+    table = (
+        draw.integers(-3, 1, (depth, width, width)) if ties else -np.abs(draw.standard_normal((depth, width, width)))
+    )
+    table = table.astype(np.float32)
+    table[draw.random(table.shape) < 0.05] = -np.inf
+    token = np.stack([draw.permutation(50)[:width] for _ in range(depth)]).astype(np.int32)
+    *got, size = jax.device_get(grow_table(builder, rows, table, token))
+    wanted = TABLES[builder](table, token, 0, rows)
+    assert int(size[0]) == len(wanted)
+    got = list(zip(*(x[0, : len(wanted)].tolist() for x in got), strict=True))
+    assert got[1:] == wanted[1:]
+    if builder == "best_first":
+        scores = []
+        place = [0]
+        for t, parent, d in wanted[1:]:
+            above = 0.0 if parent == 0 else scores[parent - 1]
+            w = list(token[d - 1]).index(t)
+            scores.append(np.float32(above + oracles.row_of(table, d - 1, place[parent])[w]))
+            place.append(w)
+        assert scores == oracles.table_scores(table, rows - 1)  # an independent enumeration
+
+
+@pytest.mark.parametrize("builder", TABLES)
+def test_equal_rows_are_the_shared_row(builder):
+    """A table that says of every parent what one row says: the tree of that row, node for node."""
+    draw = np.random.default_rng(5)
+    logp = -np.sort(np.abs(draw.standard_normal((4, 6))), axis=1).astype(np.float32)
+    token = np.stack([draw.permutation(50)[:6] for _ in range(4)]).astype(np.int32)
+    table = np.repeat(logp[:, None], 6, axis=1)
+    for one, other in zip(
+        grow_table(builder, 17, table, token), grow_table(builder, 17, logp[:, None], token), strict=True
+    ):
+        np.testing.assert_array_equal(one.reshape(-1)[1:], other.reshape(-1)[1:])  # the root's token has no meaning
+    with pytest.raises(ValueError, match="P=2: one row for all parents"):
+        tree.grow(builder, tree.Candidates(token[None], table[None, :, :2]), 17)

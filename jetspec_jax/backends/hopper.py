@@ -66,9 +66,9 @@ class Hopper(XLA):
         return gpu_loop.commit(cache, fresh, path, start, _interpreted())
 
     def grow(self, builder, candidates, nodes):
-        if builder != "best_first" or candidates.logp.shape[2] > 1:  # "next sibling" holds for shared rows
+        if builder != "best_first":
             return super().grow(builder, candidates, nodes)
-        return gpu_loop.grow(candidates.logp[:, :, 0], candidates.token, nodes, _interpreted())
+        return gpu_loop.grow(candidates.logp, candidates.token, nodes, _interpreted())
 
 
 def _interpreted() -> bool:

@@ -89,10 +89,10 @@ def relative(f: Figures) -> float | None:
     return f.round_seconds / f.step_seconds if f.round_seconds is not None and f.step_seconds else None
 
 
-def fits(found: summary.Summary) -> list[Fit]:
-    """Returns a fit for each set, temperature, drafter and shape of a comparison."""
+def fits(found: summary.Summary, pooled: bool = False) -> list[Fit]:
+    """Returns a fit for each set, temperature, drafter and shape of a comparison; pooled: for all sets together."""
     key = lambda g: (g.set, g.temperature, g.cell.drafter, g.cell.shape)
-    drafted = sorted((g for g in found.groups if g.cell.shape != "plain"), key=key)
+    drafted = sorted((g for g in (found.totals if pooled else found.groups) if g.cell.shape != "plain"), key=key)
     return [fit(list(some)) for _, some in itertools.groupby(drafted, key)]
 
 
@@ -160,7 +160,9 @@ LINE = command.Line(
         Option("n", "whole", "Lengths of the table; the curves go to the largest.", (0, 1, 2, 4, 8, 16, 32, 64),
                high=4096, many=True),
         Option("one_pass", "flag", "All N are drafted in one pass of cost c.", False),
-        Option("rows", "text", "A comparison to fit a and c to.", metavar="FILE.jsonl"),
+        Option("rows", "text", "A comparison to fit a and c to; its files, where it was made by several runs.", (),
+               many=True, metavar="FILE.jsonl"),
+        Option("pooled", "flag", "With --rows: all sets together, and no set alone.", False),
         Option("svg", "text", "Draw the curves into this file.", metavar="FILE.svg"),
     ],
 )  # fmt: skip
@@ -174,10 +176,13 @@ def main(argv: Sequence[str]) -> int:
         for name in ("a", "c", "n", "one_pass"):
             if name in args.given:
                 raise UsageError(f"--{name} with --rows: it is fitted to what was measured; leave it out")
-        found = fits(summary.of(ledger.read(args.rows)))
+        whole = [summary.of(ledger.read(path)) for path in args.rows]
+        found = fits(summary.joined(whole) if len(whole) > 1 else whole[0], args.pooled)
         print(predicted(found))
         longest = max((f.depth for one in found for f in (g.figures for g in one.groups) if f), default=1)
         panels = [drawn_fit(one, longest) for one in found]
+    elif args.pooled:
+        raise UsageError("--pooled: it is of a comparison; give its files with --rows")
     else:
         lengths = sorted(set(args.n))
         print(grid(args.a, args.c, lengths, args.one_pass))

@@ -114,13 +114,13 @@ def joined(found: Sequence[Summary]) -> Summary:
         for name in SAME:
             if first.settings.get(name) != other.settings.get(name):
                 a, b = (str(one.settings.get(name))[:60] for one in (first, other))
-                raise ConfigError(f"--overview: files of different {name}, {a} and {b}; give those of one comparison")
+                raise ConfigError(f"files of different {name}, {a} and {b}; give those of one comparison")
     seen: dict[tuple[str, float, Cell], Group] = {}
     for one in found:
         for group in one.groups:
             key = group.set, group.temperature, group.cell
             if key in seen and group.cell.shape != "plain":
-                raise ConfigError(f"--overview: {group.cell} of {group.set} is in two files; give one of them")
+                raise ConfigError(f"{group.cell} of {group.set} is in two files; give one of them")
             seen.setdefault(key, group)
     every = sorted(seen.values(), key=lambda g: (g.temperature, list(first.settings["sets"]).index(g.set)))
     totals: dict[tuple[float, Cell], Group] = {}

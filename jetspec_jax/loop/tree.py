@@ -1,12 +1,13 @@
 """Candidate trees from per-depth draft logits, as tensor operations of fixed shape.
 
-The draft gives one distribution a depth, shared by all nodes of the depth above; a path is scored by the sum of its
-log-probabilities. Two rules build the tree:
+The draft gives candidates for each depth, and how probable each is: in one row that all nodes of the depth above share,
+or in a row for each candidate of the depth above. A path is scored by the sum of its log-probabilities. Two rules build
+the tree:
 
 * `best_first`: exactly the T - 1 most probable paths under that score (the DDTree objective);
 * `accum_logp`: the most probable open node receives its whole sibling group, the rule of the published JetSpec engine.
 
-A draft whose candidates depend on the path asks `levels` instead.
+A draft whose candidates depend on more of the path than a node's parent asks `levels` instead.
 
 Either way the order of nodes does not depend on the budget: a row's tree is its first `budget` nodes.
 """
@@ -39,7 +40,9 @@ class Candidates(NamedTuple):
     """Tokens that a tree may hold at each depth, best first, and how probable each is after its parent."""
 
     token: jax.Array  # [B, D, W] int32
-    logp: jax.Array  # [B, D, P, W] f32; P = 1: one row shared by all parents
+    # [B, D, P, W] f32. P = 1: one row shared by all parents, descending. P = W: row p is after candidate p of the depth
+    # above, in any order; after the root the first row counts.
+    logp: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,10 +130,14 @@ def candidates(rule: Rule, logits: Float[Array, "B D V"]) -> Candidates:
 
 def grow(builder: str, candidates: Candidates, nodes: int) -> Grown:
     """Returns tokens (the root's has no meaning), parents, depths and number of the first `nodes` nodes."""
-    if candidates.logp.shape[2] != 1:
-        raise ValueError(f"P={candidates.logp.shape[2]}: both rules share a depth's row among all parents, P = 1")
-    grown = {"best_first": _best_first, "accum_logp": _accum_logp}[builder]
-    return jax.vmap(lambda logp, token: grown(logp[:, 0], token, nodes))(candidates.logp, candidates.token)
+    parents, width = candidates.logp.shape[2:]
+    if parents not in (1, width):
+        raise ValueError(f"P={parents}: one row for all parents, or one for each of the W={width} candidates above")
+    if builder == "best_first" and parents > 1:
+        return _best_first_of_table(candidates, nodes)
+    if builder == "best_first":
+        return jax.vmap(lambda logp, token: _best_first(logp[:, 0], token, nodes))(*reversed(candidates))
+    return jax.vmap(lambda logp, token: _accum_logp(logp, token, nodes))(*reversed(candidates))
 
 
 class Frontier(NamedTuple):
@@ -230,11 +237,27 @@ def _best_first(logp: Float[Array, "D W"], token: Int[Array, "D W"], nodes: int)
     )
 
 
-def _accum_logp(logp: Float[Array, "D W"], token: Int[Array, "D W"], nodes: int):
+def _best_first_of_table(candidates: Candidates, nodes: int) -> Grown:
+    """The same where each parent has a row of its own: which child comes next is then no matter of ranks alone."""
+    token, logp = candidates
+    batch, depth, _, width = logp.shape
+    place = jnp.broadcast_to(jnp.arange(width), (batch, nodes, width))
+
+    def children(level: int, at: Frontier, carry: Any):
+        row = at.token if level else jnp.zeros_like(at.token)
+        return place[:, : row.shape[1]], jnp.take_along_axis(logp[:, level], row[..., None], 1), carry
+
+    grown = levels(children, None, jnp.zeros(batch, jnp.int32), nodes, depth, nodes - 1)
+    flat = (jnp.maximum(grown[2] - 1, 0) * width + grown[0]).astype(jnp.int32)
+    tokens = jnp.take_along_axis(token.reshape(batch, -1), flat, 1)
+    return (jnp.where(grown[2] > 0, tokens, 0), *grown[1:])
+
+
+def _accum_logp(logp: Float[Array, "D P W"], token: Int[Array, "D W"], nodes: int):
     """Expands the most probable open node until all nodes are built; the first of equals wins, and nodes of the last
     depth never open, so the order of nodes is that of a heap with insertion numbers. Children of zero probability are
     no nodes: the next sibling group is written over them."""
-    depth, width = logp.shape
+    depth, parents, width = logp.shape
     slots = nodes + width
 
     def grows(tree):
@@ -242,25 +265,29 @@ def _accum_logp(logp: Float[Array, "D W"], token: Int[Array, "D W"], nodes: int)
         return (built < nodes) & (open_score.max() > -jnp.inf)
 
     def expand(tree):
-        open_score, tokens, parents, depths, built = tree
+        open_score, tokens, places, depths, built = tree
         node = jnp.argmax(open_score)
         best, d = open_score[node], depths[node]
-        child = jnp.where(d + 1 < depth, best + logp[d], -jnp.inf)
+        row = logp[d, places[node] % width if parents > 1 else 0]
+        # Where rows differ, candidates come in another order after each parent.
+        rank = jnp.argsort(-row, stable=True) if parents > 1 else jnp.arange(width)
+        row, found = row[rank], token[d, rank]
+        child = jnp.where(d + 1 < depth, best + row, -jnp.inf)
         at = lambda x, new: jax.lax.dynamic_update_slice(x, new.astype(x.dtype), (built,))
         return (
             at(open_score.at[node].set(-jnp.inf), child),
-            at(tokens, token[d]),
-            at(parents, jnp.full(width, node)),
+            at(tokens, found),
+            at(places, node * width + rank),
             at(depths, jnp.full(width, d + 1)),
-            built + jnp.isfinite(logp[d]).sum(),
+            built + jnp.isfinite(row).sum(),
         )
 
     start = (
         jnp.full(slots, -jnp.inf).at[0].set(0.0),
         jnp.zeros(slots, jnp.int32),
-        jnp.full(slots, -1, jnp.int32),
+        jnp.full(slots, -width, jnp.int32),  # parent and place among its candidates, in one number
         jnp.zeros(slots, jnp.int32),
         jnp.int32(1),
     )
-    _, tokens, parents, depths, built = jax.lax.while_loop(grows, expand, start)
-    return tokens[:nodes], parents[:nodes], depths[:nodes], jnp.minimum(built, nodes)
+    _, tokens, places, depths, built = jax.lax.while_loop(grows, expand, start)
+    return tokens[:nodes], places[:nodes] // width, depths[:nodes], jnp.minimum(built, nodes)

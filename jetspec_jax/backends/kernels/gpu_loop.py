@@ -1,6 +1,6 @@
 """The loop's own parts on NVIDIA GPUs: growing the tree, and writing the accepted path to every cache, one launch each.
 
-Oracles: `tree._best_first`, and `cache.write` of `cache.take`.
+Oracles: `tree.grow`, and `cache.write` of `cache.take`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,24 @@ from jetspec_jax.layers.numerics import power
 
 @functools.partial(jax.jit, static_argnames=("rows", "interpret"))
 def grow(
-    logp: Float[Array, "B D W"], token: Int[Array, "B D W"], rows: int, interpret: bool = False
+    logp: Float[Array, "B D P W"], token: Int[Array, "B D W"], rows: int, interpret: bool = False
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"], Int[Array, " B"]]:
     """Returns tokens (the root's is 0), parents, depths and number of nodes of the `rows` - 1 most probable paths.
 
     One program a row pops nodes in order of score. An open slot of the search is a node with its next unused child, so
-    a pop opens two: the popped node's first child, and its parent's next one.
+    a pop opens two: the popped node's first child, and its parent's next one. Where each parent has a row of its own
+    (P = W), rows are sorted before, and the kernel reads which candidate comes next, and that one's row.
     """
-    batch, depth, width = logp.shape
+    batch, depth, parents, width = logp.shape
     wide = power(rows)
+    ranked: tuple[jax.Array, ...] = ()
+    if parents > 1:
+        logp, order = jax.lax.top_k(logp, min(width, rows - 1))  # a node has no more children than the tree has room
+        ranked, width = (order,), logp.shape[-1]
 
-    def kernel(logp_ref, token_ref, tokens_ref, parents_ref, depths_ref, size_ref):
+    def kernel(logp_ref, token_ref, *refs):
+        order_ref = refs[0] if ranked else None
+        tokens_ref, parents_ref, depths_ref, size_ref = refs[len(ranked) :]
         b, slot = pl.program_id(0), jnp.arange(wide)
         none = jnp.float32(-jnp.inf)
 
@@ -37,16 +44,20 @@ def grow(
             return jnp.where(hit, x, jnp.zeros_like(x)).sum()
 
         def pop(n, carry):
-            open_score, score, depths, rank, tokens, parents, size = carry
+            open_score, score, depths, rank, tokens, parents, size, *places = carry
             best = open_score.max()
             # Of equals the node of smaller depth wins, then the child of the first parent.
             at = jnp.where(open_score == best, depths * wide + slot, depth * wide).min() % wide
             hit = slot == at
             d, r, base = pick(depths, hit), pick(rank, hit), pick(score, hit)
             alive = best > none
-            found = plgpu.load(token_ref.at[b, d, r], mask=alive, other=0)
-            sibling = plgpu.load(logp_ref.at[b, d, r + 1], mask=alive & (r + 1 < width), other=none)
-            child = plgpu.load(logp_ref.at[b, d + 1, jnp.int32(0)], mask=alive & (d + 1 < depth), other=none)
+            row, place, below = jnp.int32(0), r, jnp.int32(0)
+            if order_ref is not None:
+                row = pick(places[0], hit)
+                place = below = plgpu.load(order_ref.at[b, d, row, r], mask=alive, other=0)
+            found = plgpu.load(token_ref.at[b, d, place], mask=alive, other=0)
+            sibling = plgpu.load(logp_ref.at[b, d, row, r + 1], mask=alive & (r + 1 < width), other=none)
+            child = plgpu.load(logp_ref.at[b, d + 1, below, jnp.int32(0)], mask=alive & (d + 1 < depth), other=none)
             fresh = alive & (slot == n)
             open_score = jnp.where(hit & alive, base + sibling, open_score)
             return (
@@ -57,15 +68,16 @@ def grow(
                 jnp.where(fresh, found, tokens),
                 jnp.where(fresh, at, parents),
                 size + alive.astype(jnp.int32),
+                *(jnp.where(fresh, place, x) for x in places),
             )
 
         zero = jnp.zeros((wide,), jnp.int32)
-        first = logp_ref[b, 0, 0]
+        first = logp_ref[b, 0, 0, 0]
         start = (
             jnp.where(slot == 0, first, none), jnp.zeros((wide,), jnp.float32), zero, zero, zero, zero - 1,
-            jnp.int32(1),
+            jnp.int32(1), *((zero,) if ranked else ()),
         )  # fmt: skip
-        _, _, depths, _, tokens, parents, size = jax.lax.fori_loop(1, rows, pop, start)
+        _, _, depths, _, tokens, parents, size, *_ = jax.lax.fori_loop(1, rows, pop, start)
         for ref, x in ((tokens_ref, tokens), (parents_ref, parents), (depths_ref, depths)):
             plgpu.store(ref.at[b, pl.ds(0, wide)], x, mask=slot < rows)
         size_ref[b] = size
@@ -78,7 +90,7 @@ def grow(
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="grow_tree",
-    )(logp, token)
+    )(logp, token, *ranked)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
