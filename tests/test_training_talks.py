@@ -189,4 +189,12 @@ def test_the_command_writes_prompts(tmp_path, monkeypatch, capsys):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["id"] for row in rows] == ["document_p/0", "document_p/1"]
     assert rows[0]["messages"] == [{"role": "user", "content": documents.prompt(made[0])}]
+    pool = tmp_path / "pool.jsonl"
+    pool.write_text(json.dumps(rows[0]) + "\n")
+    assert documents.main(["--out", str(path), "--count=2", "--without", str(pool)]) == 0
+    left = [json.loads(line)["messages"][0]["content"] for line in path.read_text().splitlines()]
+    assert left == [documents.prompt(document) for document in made[1:]]
+    pool.write_text("{}\n")
+    assert documents.main(["--out", str(path), "--without", str(pool)]) == 1
+    assert "--without=" in capsys.readouterr().err
     assert documents.main(["--out", str(tmp_path)]) == 1 and "--out=" in capsys.readouterr().err

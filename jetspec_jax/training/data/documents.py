@@ -16,6 +16,7 @@ if __name__ == "__main__":  # before the slow imports
 
 import ast
 import random
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from jetspec_jax.config import ConfigError
 from jetspec_jax.evals import formats
 from jetspec_jax.fields import Option
 from jetspec_jax.training import files
-from jetspec_jax.training.data import code_prompts
+from jetspec_jax.training.data import code_prompts, rows, turns
 
 SHORTEST, LONGEST = 1_200, 13_000  # characters: about 300 to 3,500 tokens
 PROSE = 400  # characters of a docstring that counts as documentation
@@ -134,6 +135,17 @@ def _prose(tree: ast.Module) -> Iterator[tuple[str, str]]:
                     yield item.name, text
 
 
+def _asked(path: str) -> set[str]:
+    """Returns what the users of a file's rows say."""
+    found: set[str] = set()
+    for row in rows.read(path):
+        try:
+            found.update(m["content"] for m in turns.conversation(row.value) if m["role"] == "user")
+        except turns.Unusable as why:
+            raise ConfigError(f"--without={path}: {row.where}: {why}; give the rows of a training pool") from None
+    return found
+
+
 LINE = command.Line(
     __doc__,
     [
@@ -141,6 +153,7 @@ LINE = command.Line(
         Option("count", "whole", "Documents at most.", 500, low=1),
         Option("shortest", "whole", "Characters of a document.", SHORTEST, low=SHORTEST, high=LONGEST),
         Option("longest", "whole", "Characters of a document.", LONGEST, low=SHORTEST, high=LONGEST),
+        Option("without", "text", "Rows of a training pool, whose prompts are left out.", metavar="FILE.jsonl"),
     ],
 )
 
@@ -152,9 +165,11 @@ def main(argv: Sequence[str]) -> int:
     out = Path(args.out)
     if not out.parent.is_dir() or out.is_dir():
         raise ConfigError(f"--out={out}: give the name of a file in a folder that is there")
-    found = collect(args.count, args.shortest, args.longest)
-    rows = [formats.message(f"document_{d.package}/{i}", prompt(d)) for i, d in enumerate(found)]
+    known = _asked(args.without) if args.without else set()
+    asked = ((d.package, prompt(d)) for d in collect(sys.maxsize, args.shortest, args.longest))
+    fresh = [(package, text) for package, text in asked if text not in known][: args.count]
+    made = [formats.message(f"document_{package}/{i}", text) for i, (package, text) in enumerate(fresh)]
     with files.whole(out) as unfinished:
-        formats.write(unfinished, rows)
-    print(f"{out}: {len(rows)} prompts about documents")
+        formats.write(unfinished, made)
+    print(f"{out}: {len(made)} prompts about documents")
     return 0
