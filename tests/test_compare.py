@@ -78,6 +78,15 @@ def test_one_program_serves_all_prompts_of_a_set():
     assert compare.decode(target, entry, prompts[1], sampling, 33).seconds["compile"] == 0
 
 
+def test_warming_up_compiles_all_that_a_cell_runs(monkeypatch):
+    target = load.load_target(PAIR / "target")
+    head = load.load_head(PAIR / "head", target)
+    entry = drafters.Entry(Cell("jetspec", "jetspec", "tree", 4), head, TreeConfig(4, depth=2))  # no other test has it
+    monkeypatch.setattr(compare, "range", lambda n: [0], raising=False)  # no second try
+    compare.warm(target, [drafters.NO_DRAFT, entry], PROMPTS[0], SamplingConfig(NEW), 33)
+    assert compare.decode(target, entry, PROMPTS[0], SamplingConfig(NEW), 33).seconds["compile"] == 0
+
+
 def copied(done, tmp_path, keep=None) -> pathlib.Path:
     """The comparison in another folder, cut to so many bytes."""
     (tmp_path / "some.jsonl").write_bytes((done / "some.jsonl").read_bytes())
