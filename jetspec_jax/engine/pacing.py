@@ -1,0 +1,192 @@
+"""The host's side of `budget="auto"`: the programs of a batch, one a size, and which of them runs next."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jetspec_jax.engine import costs
+from jetspec_jax.engine.geometry import Geometry
+from jetspec_jax.engine.programs import program
+from jetspec_jax.loop import pacing
+from jetspec_jax.loop.decoder import Decoder
+from jetspec_jax.loop.paced import Pace, aged, paced, paced_recorded
+from jetspec_jax.loop.pacing import Belief, Ladder, Price
+from jetspec_jax.loop.state import RUNNING, Round, State
+from jetspec_jax.options import MAX_BUDGET
+
+# Powers of two that can win, by measurement on a CPU (docs/measurements.md); each is a program.
+SIZES = {"cpu": (1, 4, 8, 16, 32), "gpu": (1, 8, 16, 32, 64, 128, 256), "tpu": (1, 8, 16, 32, 64, 128, 256)}
+BLOCK_ROUNDS = 16  # between two choices, once the first few are made
+BLOCK_SECONDS = 0.05, 0.5  # of a block at least, where launching counts, and at most, so that Python answers signals
+WATCHED_SECONDS = 0.05  # of rounds in one measured launch
+WATCHED_ROUNDS = 4, 64
+UNBOUND = MAX_BUDGET  # budget of a row that takes whatever size is in force
+KEPT = 16  # beliefs of a process
+
+_BELIEFS: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
+
+
+class Pacer:
+    """Chooses how many nodes the rounds of a batch verify, and runs them.
+
+    ladder: the sizes that can win; all are compiled once `prepare` has returned.
+    seconds: that compiling and measuring took.
+    """
+
+    def __init__(
+        self, decoders: Mapping[int, Decoder], about: Mapping[str, Any], geometry: Geometry, rule: str, least: int = 1
+    ):
+        """Makes a pacer that has prepared nothing.
+
+        Args:
+          decoders: by nodes; the draft of 1 is `Paused`.
+          about: what a table of costs is for.
+          geometry: of the batch.
+          rule: of `options.BUDGET_RULES`.
+          least: nodes that a row with a budget of its own needs.
+        """
+        sizes = tuple(sorted(decoders))
+        self._largest = decoders[sizes[-1]]
+        self._paces = {n: Pace(decoders[n], sizes[-1], self._largest.depth) for n in sizes}
+        self._about, self._rule, self._least = dict(about), rule, least
+        options = ", ".join(sorted(geometry.options))
+        self._key = f"batch {geometry.batch}, capacity {geometry.capacity}, {sizes[-1]} nodes, options {options}"
+        self._memory = repr(self._about), rule, sizes
+        self.ladder = Ladder(sizes, self._largest.depth, rule)
+        self.seconds = 0.0
+        self._runs: dict[int, Any] = {}
+        self._next, self._block = (sizes[-1], 1), 1
+
+    @property
+    def bucket(self) -> int:
+        """Nodes of the next block's rounds."""
+        return self._next[0]
+
+    def prepare(self, params: dict, state: State) -> None:
+        """Compiles the sizes that can win, and measures all where no table is kept. `state` is left as it is."""
+        start = _BELIEFS.get(self._memory)
+        belief = pacing.start(self._largest.nodes) if start is None else jax.tree.map(jnp.asarray, start)
+        sizes = tuple(self._paces)
+        table = costs.read(self._about, self._key, sizes)
+        if table is None:
+            for size in sizes:
+                self._compile(size, params, state, belief)
+            begin = time.perf_counter()
+            table = self._measured(params, state, belief)
+            self.seconds += time.perf_counter() - begin
+            costs.keep(self._about, self._key, table)
+        able = table.winning(self._largest.depth, self._least)
+        self.ladder = dataclasses.replace(self.ladder, sizes=able)
+        for size in able:
+            self._compile(size, params, state, belief)
+        self._runs = {size: self._runs[size] for size in able}
+        table = table.of(able)
+        self._cost = {size: max(column) for size, column in zip(able, zip(*table.seconds, strict=True), strict=True)}
+        self._price = Price(jnp.array(table.contexts, jnp.float32), jnp.array(table.seconds, jnp.float32))
+        args = belief, self._price, state.length, state.reason, jnp.bool_(False)
+        self._choose = self._made(pacing.choose, self.ladder, *args)
+        self._renew = self._made(pacing.renewed, self.ladder, belief, jnp.float32(1.0))
+        self._belief: Belief = self._renew(belief, jnp.float32(1.0))
+        self._look(state, False)
+
+    def following(self, state: State) -> int:
+        """Returns the nodes of the next block's rounds, for the rows that run in this state now."""
+        self._look(state, self.bucket == 1)
+        return self.bucket
+
+    def admitted(self, state: State, share: float) -> None:
+        """Says that a share of the running rows is new: what was seen before says less of what comes."""
+        self._belief = self._renew(self._belief, jnp.float32(share))
+        self.following(state)
+
+    def rounds(self) -> int:
+        """Returns how many rounds the next block should have."""
+        size, most = self._next
+        seconds, (least, longest) = self._cost[size], BLOCK_SECONDS
+        usual = max(BLOCK_ROUNDS, int(least / seconds))
+        if size == 1:
+            return max(1, min(most, int(2 * longest / seconds)))
+        return max(1, min(most, self._block, usual, int(longest / seconds)))
+
+    def advance(self, params: dict, state: State, most: int) -> State:
+        """Runs one block of at most so many rounds, chooses the next, and returns the state. `state` is used up."""
+        size = self.bucket
+        n = jnp.int32(min(most, self.rounds()))
+        state, self._belief = self._runs[size](params, state, self._belief, n)
+        self._look(state, size == 1)
+        self._block = 1 if size == 1 else min(2 * self._block, pacing.MANY)
+        return jax.block_until_ready(state)
+
+    def record(self, params: dict, state: State) -> tuple[State, Round]:
+        """Runs one round of the size in force, and returns what it did too. `state` is used up."""
+        size = self.bucket
+        args = params, state, self._belief
+        run = self._made(paced_recorded, self._paces[size], *args, donate=(1,))
+        state, (self._belief, done) = run(*args)
+        self._look(state, size == 1)
+        return jax.block_until_ready(state), done
+
+    def remember(self) -> None:
+        """Keeps what rounds have said for the next batch of this process."""
+        _BELIEFS[self._memory] = jax.device_get(self._belief)
+        _BELIEFS.move_to_end(self._memory)
+        while len(_BELIEFS) > KEPT:
+            _BELIEFS.popitem(last=False)
+
+    def _look(self, state: State, resting: bool) -> None:
+        """Chooses the next block, on the device."""
+        found = self._choose(self._belief, self._price, state.length, state.reason, jnp.bool_(resting))
+        place, rounds = jax.device_get(found)
+        self._next = self.ladder.sizes[int(place)], int(rounds)
+
+    def _compile(self, size: int, params: dict, state: State, belief: Belief) -> None:
+        if size not in self._runs:
+            args = params, state, belief, jnp.int32(1)
+            self._runs[size] = self._made(paced, self._paces[size], *args, donate=(1,))
+
+    def _made(self, function, static: Hashable, *args, donate: tuple[int, ...] = ()) -> Any:
+        compiled = program(function, static, *args, donate=donate)
+        self.seconds += compiled.seconds
+        return compiled.run
+
+    def _measured(self, params: dict, state: State, belief: Belief) -> costs.Table:
+        """Times rounds of every size on a batch of zeros; they take as long as any other's."""
+        (few, many), depth = WATCHED_ROUNDS, self._largest.depth
+        batch, capacity = state.tokens.shape
+        spare = (few + 1) * (depth + 1)
+        count = dict.fromkeys(self._paces, 1)
+        blank = jax.tree.map(jnp.zeros_like, state)
+        row = lambda n: jnp.full(batch, n, jnp.int32)
+        blank = blank._replace(
+            sampling=jax.tree.map(jnp.copy, state.sampling), eos=jnp.full_like(state.eos, -1), prompt_length=row(1),
+            limit=row(capacity - depth - 1), budget=row(UNBOUND), reason=row(RUNNING),
+        )  # fmt: skip
+        held = [blank]
+
+        age = program(aged, self._largest, params, blank, row(1), donate=(1,))
+
+        def run(size: int, context: int) -> float:
+            start = held[0]._replace(rounds=row(0), reason=row(RUNNING))
+            start = age.run(params, start, row(context))
+            jax.block_until_ready(start)
+            begin = time.perf_counter()
+            after, _ = jax.block_until_ready(self._runs[size](params, start, belief, jnp.int32(count[size])))
+            spent = time.perf_counter() - begin
+            ran = max(1, int(after.rounds.max()))
+            held[0] = after._replace(limit=row(capacity - depth - 1))
+            return spent / ran
+
+        at = costs.contexts(capacity, spare)
+        for size in self._paces:  # warm, and how many rounds a launch should have
+            run(size, at[0])
+            seconds = run(size, at[0])
+            usual = min(many, max(few, int(WATCHED_SECONDS / seconds)))
+            count[size] = max(1, min(usual, int(2 * BLOCK_SECONDS[1] / seconds)))
+        return costs.measure(run, tuple(self._paces), at)
