@@ -32,11 +32,13 @@ def belief(path, kept=(), promised=(), tested=9.0, rested=0.0, weight=1.0):
     return Belief(scalar(weight), full(path), full(promised), full(kept), scalar(tested), scalar(rested))
 
 
-def decide(ladder, said, seconds, resting=False, length=(100,), reason=(RUNNING,), contexts=(100,)):
+def decide(ladder, said, seconds, resting=False, length=(100,), reason=(RUNNING,), contexts=(100,), worked=0.0):
     """(nodes, rounds) of the next block."""
-    price = Price(floats(contexts), jnp.atleast_2d(floats(np.ravel(seconds)).reshape(len(contexts), -1)))
+    table = floats(np.ravel(seconds)).reshape(len(contexts), -1)
+    price = Price(floats(contexts), table / 2, jnp.full(table.shape[1], 2.0))
     rows = lambda x: jnp.array(x, jnp.int32)
-    found = choose(ladder, said, price, rows(length), rows(reason), jnp.bool_(resting))
+    found = choose(ladder, said, price, rows(length), rows(reason), jnp.bool_(resting), jnp.float32(worked))
+    assert bool(found.resting) == (ladder.sizes[int(found.place)] == 1 and not worked) or int(found.rounds) == 1
     return ladder.sizes[int(found.place)], int(found.rounds)
 
 
@@ -188,6 +190,16 @@ def test_a_new_row_takes_its_share_of_the_belief():
     assert float(whole.promised.sum()) == 4 and float(much.promised.sum()) == 32 and float(much.kept.sum()) == 24
     for new in (whole, half):  # what is believed is the same, how firmly is not
         np.testing.assert_allclose(pacing.expected(LADDER, new), pacing.expected(LADDER, old), rtol=1e-5)
+
+
+def test_plain_steps_are_timed_between_trees_by_the_same_account():
+    """Far above break-even rarely: four steps that lose 0.5 each are 2.0, half a percent of 400; near it often."""
+    seconds, said = [1.0, 2.0, 3.0, 5.0], belief([1.0] * 3)  # 4 tokens in 2 seconds
+    assert decide(LADDER, said, seconds, worked=399.0) == (4, pacing.MANY)
+    assert decide(LADDER, said, seconds, worked=401.0) == (1, 4)
+    near = belief([0.35] * 3)  # 2.05 in 2
+    assert decide(LADDER, near, seconds, worked=31.0) == (4, pacing.MANY)
+    assert decide(LADDER, near, seconds, worked=33.0) == (1, 4)
 
 
 @pytest.mark.parametrize("sizes", [(1,), (4, 2), (0, 4), (2, 2)])

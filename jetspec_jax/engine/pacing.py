@@ -27,6 +27,8 @@ BLOCK_ROUNDS = 16  # between two choices, once the first few are made
 BLOCK_SECONDS = 0.05, 0.5  # of a block at least, where launching counts, and at most, so that Python answers signals
 WATCHED_SECONDS = 0.05  # of rounds in one measured launch
 WATCHED_ROUNDS = 4, 64
+HEED = 0.15, 0.6  # of a block's time beside what was expected: for each round, and at most
+FAR = 2.0  # times what was expected, that a block counts for at most
 UNBOUND = MAX_BUDGET  # budget of a row that takes whatever size is in force
 KEPT = 16  # beliefs of a process
 
@@ -63,6 +65,9 @@ class Pacer:
         self.seconds = 0.0
         self._runs: dict[int, Any] = {}
         self._next, self._block = (sizes[-1], 1), 1
+        self._resting, self._worked = False, 0.0
+        self._expected: dict[int, float] = {}
+        self._factor = {"plain": 1.0, "trees": 1.0}
 
     @property
     def bucket(self) -> int:
@@ -71,7 +76,7 @@ class Pacer:
 
     def prepare(self, params: dict, state: State) -> None:
         """Compiles the sizes that can win, and measures all where no table is kept. `state` is left as it is."""
-        start = _BELIEFS.get(self._memory)
+        start, self._factor = _BELIEFS.get(self._memory, (None, self._factor))
         belief = pacing.start(self._largest.nodes) if start is None else jax.tree.map(jnp.asarray, start)
         sizes = tuple(self._paces)
         table = costs.read(self._about, self._key, sizes)
@@ -88,17 +93,17 @@ class Pacer:
             self._compile(size, params, state, belief)
         self._runs = {size: self._runs[size] for size in able}
         table = table.of(able)
-        self._cost = {size: max(column) for size, column in zip(able, zip(*table.seconds, strict=True), strict=True)}
-        self._price = Price(jnp.array(table.contexts, jnp.float32), jnp.array(table.seconds, jnp.float32))
-        args = belief, self._price, state.length, state.reason, jnp.bool_(False)
+        floats = lambda values: jnp.array(values, jnp.float32)
+        self._price = Price(floats(table.contexts), floats(table.seconds), floats([1.0] * len(able)))
+        args = belief, self._price, state.length, state.reason, jnp.bool_(False), jnp.float32(0.0)
         self._choose = self._made(pacing.choose, self.ladder, *args)
         self._renew = self._made(pacing.renewed, self.ladder, belief, jnp.float32(1.0))
         self._belief: Belief = self._renew(belief, jnp.float32(1.0))
-        self._look(state, False)
+        self._look(state)
 
     def following(self, state: State) -> int:
         """Returns the nodes of the next block's rounds, for the rows that run in this state now."""
-        self._look(state, self.bucket == 1)
+        self._look(state)
         return self.bucket
 
     def admitted(self, state: State, share: float) -> None:
@@ -109,7 +114,7 @@ class Pacer:
     def rounds(self) -> int:
         """Returns how many rounds the next block should have."""
         size, most = self._next
-        seconds, (least, longest) = self._cost[size], BLOCK_SECONDS
+        seconds, (least, longest) = self._expected[size], BLOCK_SECONDS
         usual = max(BLOCK_ROUNDS, int(least / seconds))
         if size == 1:
             return max(1, min(most, int(2 * longest / seconds)))
@@ -119,10 +124,11 @@ class Pacer:
         """Runs one block of at most so many rounds, chooses the next, and returns the state. `state` is used up."""
         size = self.bucket
         n = jnp.int32(min(most, self.rounds()))
-        state, self._belief = self._runs[size](params, state, self._belief, n)
-        self._look(state, size == 1)
-        self._block = 1 if size == 1 else min(2 * self._block, pacing.MANY)
-        return jax.block_until_ready(state)
+        begin = time.perf_counter()
+        state, self._belief, ran = jax.block_until_ready(self._runs[size](params, state, self._belief, n))
+        self._timed(size, int(ran), time.perf_counter() - begin)
+        self._look(state)
+        return state
 
     def record(self, params: dict, state: State) -> tuple[State, Round]:
         """Runs one round of the size in force, and returns what it did too. `state` is used up."""
@@ -130,21 +136,43 @@ class Pacer:
         args = params, state, self._belief
         run = self._made(paced_recorded, self._paces[size], *args, donate=(1,))
         state, (self._belief, done) = run(*args)
-        self._look(state, size == 1)
+        self._look(state)
         return jax.block_until_ready(state), done
 
     def remember(self) -> None:
         """Keeps what rounds have said for the next batch of this process."""
-        _BELIEFS[self._memory] = jax.device_get(self._belief)
+        _BELIEFS[self._memory] = jax.device_get(self._belief), self._factor
         _BELIEFS.move_to_end(self._memory)
         while len(_BELIEFS) > KEPT:
             _BELIEFS.popitem(last=False)
 
-    def _look(self, state: State, resting: bool) -> None:
+    def _look(self, state: State) -> None:
         """Chooses the next block, on the device."""
-        found = self._choose(self._belief, self._price, state.length, state.reason, jnp.bool_(resting))
-        place, rounds = jax.device_get(found)
-        self._next = self.ladder.sizes[int(place)], int(rounds)
+        sizes = self.ladder.sizes
+        factor = [self._factor["plain" if size == 1 else "trees"] for size in sizes]
+        price = self._price._replace(factor=jnp.array(factor, jnp.float32))
+        doing = jnp.bool_(self._resting), jnp.float32(self._worked)
+        found = jax.device_get(self._choose(self._belief, price, state.length, state.reason, *doing))
+        self._next, self._resting = (sizes[int(found.place)], int(found.rounds)), bool(found.resting)
+        self._expected = dict(zip(sizes, found.seconds.tolist(), strict=True))
+
+    def _timed(self, size: int, ran: int, spent: float) -> None:
+        """Takes in how long a block took: the machine does other work too, which the table knows nothing of.
+
+        Trees share what is seen of any of them. A plain step is bound by memory where they are bound by arithmetic, so
+        it has a factor of its own.
+        """
+        if size == 1:
+            self._block, self._worked = 1, 0.0
+        else:
+            self._block, self._worked = min(2 * self._block, pacing.MANY), self._worked + spent
+        if ran:
+            seen = spent / ran / self._expected[size]
+            each, most = HEED
+            kind = "plain" if size == 1 else "trees"
+            weight = min(each * ran, most) * min(spent / BLOCK_SECONDS[0], 1.0)  # a launch is much of a short block
+            heeded = min(max(seen, 1 / FAR), FAR) ** weight
+            self._factor = self._factor | {kind: self._factor[kind] * heeded}
 
     def _compile(self, size: int, params: dict, state: State, belief: Belief) -> None:
         if size not in self._runs:
@@ -173,15 +201,14 @@ class Pacer:
         age = program(aged, self._largest, params, blank, row(1), donate=(1,))
 
         def run(size: int, context: int) -> float:
-            start = held[0]._replace(rounds=row(0), reason=row(RUNNING))
+            start = held[0]._replace(reason=row(RUNNING))
             start = age.run(params, start, row(context))
             jax.block_until_ready(start)
             begin = time.perf_counter()
-            after, _ = jax.block_until_ready(self._runs[size](params, start, belief, jnp.int32(count[size])))
+            after, _, ran = jax.block_until_ready(self._runs[size](params, start, belief, jnp.int32(count[size])))
             spent = time.perf_counter() - begin
-            ran = max(1, int(after.rounds.max()))
             held[0] = after._replace(limit=row(capacity - depth - 1))
-            return spent / ran
+            return spent / max(1, int(ran))
 
         at = costs.contexts(capacity, spare)
         for size in self._paces:  # warm, and how many rounds a launch should have

@@ -33,8 +33,10 @@ class Pace:
 
 
 @narrow
-def paced(pace: Pace, params: dict, state: State, belief: Belief, n: Int[Array, ""]) -> tuple[State, Belief]:
-    """Runs at most n rounds of one size, as `rounds` does, and what they say of the next. Donate the state.
+def paced(
+    pace: Pace, params: dict, state: State, belief: Belief, n: Int[Array, ""]
+) -> tuple[State, Belief, Int[Array, ""]]:
+    """Runs at most n rounds of one size as `rounds` does; also what they say, and how many there were. Donate `state`.
 
     Between the programs of a ladder a draft's state has room for the rows of the longest path.
     """
@@ -52,8 +54,8 @@ def paced(pace: Pace, params: dict, state: State, belief: Belief, n: Int[Array, 
         return i + 1, after, observed(pace, belief, state, done)
 
     state = _narrowed(pace, params, state)
-    _, state, belief = jax.lax.while_loop(running, body, (jnp.int32(0), state, belief))
-    return _widened(pace, state), belief
+    ran, state, belief = jax.lax.while_loop(running, body, (jnp.int32(0), state, belief))
+    return _widened(pace, state), belief, ran
 
 
 @narrow
@@ -135,9 +137,9 @@ def _rested(pace: Pace, draft: Paused, params: dict, state: State, belief: Belie
         inner = lambda carry: (carry[0] < until) & ~carry[1].done.all()
         return jax.lax.while_loop(inner, lambda c: (c[0] + 1, step(decoder, params, c[1])), (i, state))
 
-    steps, state = jax.lax.while_loop(running, body, (jnp.int32(0), state))
-    steps = steps.astype(jnp.float32)
-    return state, faded(belief, steps, steps)
+    ran, state = jax.lax.while_loop(running, body, (jnp.int32(0), state))
+    steps = ran.astype(jnp.float32)
+    return state, faded(belief, steps, steps), ran
 
 
 def _narrowed(pace: Pace, params: dict, state: State) -> State:

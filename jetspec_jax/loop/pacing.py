@@ -15,7 +15,8 @@ Three things make this safe:
   about as much as a round of the cheapest tree and commits nothing; a fixed interval costs too much where drafts are
   poor and is too rare where they nearly pay. So a single round of the tree that loses least is run whenever what it
   loses, by the estimate, is `PROBE` of the plain time since the last one: every few tokens near break-even, and every
-  few hundred far below it.
+  few hundred far below it. The other way round a few plain steps are timed now and then between trees, by the same
+  account: what a machine's other work costs a round with many rows and one with a single row is not the same share.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ EVIDENCE = 2.0  # rounds with trees before a text is decoded plainly
 PROBE = 0.005  # of the time of plain decoding, for rounds that look whether trees pay again
 RESTING = 1.02  # how much faster a tree must look before plain decoding ends; one probe alone is noisy
 PROBE_STEPS = 8, 4096  # plain steps between probes, at least and at most
+PLAIN_STEPS = 4  # that are timed between trees
+PLAIN_LEAST = 32  # plain steps' time between two such looks, at least
 MANY = 2**20  # rounds; the host has its own limits
 
 
@@ -79,11 +82,12 @@ class Price(NamedTuple):
     """What rounds cost."""
 
     contexts: jax.Array  # [C] f32, committed tokens, ascending
-    seconds: jax.Array  # [C, n] f32, of a round of each size
+    seconds: jax.Array  # [C, n] f32, of a round of each size, as they were measured
+    factor: jax.Array  # [n] f32, how much longer they take now
 
     def at(self, length: Float[Array, ""]) -> Float[Array, " n"]:
         """Returns the seconds of a round of each size after so many tokens."""
-        return jax.vmap(lambda column: jnp.interp(length, self.contexts, column), 1)(self.seconds)
+        return self.factor * jax.vmap(lambda column: jnp.interp(length, self.contexts, column), 1)(self.seconds)
 
 
 class Belief(NamedTuple):
@@ -102,6 +106,8 @@ class Next(NamedTuple):
 
     place: jax.Array  # [] int32, into `Ladder.sizes`
     rounds: jax.Array  # [] int32, at most, before the choice is made anew
+    resting: jax.Array  # [] bool, whether plain decoding is what pays; not so where plain steps are timed between trees
+    seconds: jax.Array  # [n] f32, of a round of each size
 
 
 def start(nodes: int) -> Belief:
@@ -164,6 +170,7 @@ def choose(
     length: Int[Array, " B"],
     reason: Int[Array, " B"],
     resting: Bool[Array, ""],
+    worked: Float[Array, ""],
 ) -> Next:
     """Returns the next block.
 
@@ -173,7 +180,8 @@ def choose(
       price: of the sizes.
       length: committed tokens of each row.
       reason: `State.reason`: a round is paid for by the rows that have not ended.
-      resting: whether the block before was plain.
+      resting: whether plain decoding was what paid, `Next.resting` of the block before.
+      worked: seconds of rounds with trees since the last plain step.
     """
     running = reason == RUNNING
     mean = jnp.where(running, length, 0).sum() / jnp.maximum(running.sum(), 1)
@@ -181,16 +189,18 @@ def choose(
     rate, first = tokens / seconds, int(ladder.plain)
     tree = first + _tree(ladder, belief, seconds[first:], rate[first:])
     if not ladder.plain:
-        return Next(tree.astype(jnp.int32), jnp.int32(MANY))
+        return Next(tree.astype(jnp.int32), jnp.int32(MANY), jnp.bool_(False), seconds)
     loss = (seconds - tokens * seconds[0])[1:]  # beside plain decoding
     test = 1 + jnp.argmin(loss)
     every = jnp.clip(jnp.ceil(loss.min() / (PROBE * seconds[0])), *PROBE_STEPS)
 
     pays = rate[tree] > rate[0] * jnp.where(resting, RESTING, 1.0)
     looks = (belief.tested < EVIDENCE) | (belief.rested >= every)
-    place = jnp.where(pays, tree, jnp.where(looks, test, 0))
-    rounds = jnp.where(pays, MANY, jnp.where(looks, 1, every - belief.rested))
-    return Next(place.astype(jnp.int32), rounds.astype(jnp.int32))
+    lost = PLAIN_STEPS * jnp.maximum(seconds[0] - 1 / rate[tree], 0.0)
+    times = pays & (PROBE * worked >= lost) & (worked >= PLAIN_LEAST * seconds[0])
+    place = jnp.where(pays, jnp.where(times, 0, tree), jnp.where(looks, test, 0))
+    rounds = jnp.where(pays, jnp.where(times, PLAIN_STEPS, MANY), jnp.where(looks, 1, every - belief.rested))
+    return Next(place.astype(jnp.int32), rounds.astype(jnp.int32), ~pays & (belief.tested >= EVIDENCE), seconds)
 
 
 def _tree(ladder: Ladder, belief: Belief, seconds: Float[Array, " m"], rate: Float[Array, " m"]) -> Int[Array, ""]:
