@@ -5,9 +5,10 @@
 Each prompt is decoded alone (batch 1) with every setting in turn, `--repeats` times, the settings in another order each
 time; a turn that compiled or measured does not count. Seconds of a prompt are the median of its turns, so that other
 work on the machine falls on all settings alike. Reported, pooled over the prompts of a file: tokens a second of
-decoding (what choosing costs included) and of the whole call (with its start and the prompt), both over plain decoding,
-tokens a round, how often rounds of each size were run, and how many outputs were equal to plain decoding. Prints one
-table a file, then one JSON line.
+decoding (what choosing costs included) and of the whole call (with its start and the prompt), both over plain decoding;
+the median over turns of a turn's own decoding speed over that of plain decoding beside it, in which other work counts
+least; tokens a round, how often rounds of each size were run, and how many outputs were equal to plain decoding. Prints
+one table a file, then one JSON line.
 """
 
 from __future__ import annotations
@@ -68,11 +69,12 @@ def main(argv: Sequence[str]) -> int:
         print(
             f"{name}: {len(prompts)} prompts x {args.max_new_tokens} tokens, batch 1, T {args.temperature:g}, {device}"
         )
-        print(f"{'budget':>7} {'tokens/s':>9} {'over plain':>11} {'whole call':>11} {'tokens/round':>13} equal  sizes")
+        titles = f"{'budget':>7} {'tokens/s':>9} {'over plain':>11} {'whole call':>11} {'turn by turn':>13}"
+        print(f"{titles} {'tokens/round':>13} equal  sizes")
         for row in measure(target, head, prompts, sampling, trees, args.repeats):
             rows.append({"set": name, "prompts": len(prompts)} | row)
             line = "{budget:>7} {tokens_per_second:9.1f} {over_plain:11.3f} {whole_over_plain:11.3f}"
-            line += " {tokens_per_round:13.2f}"
+            line += " {turn_by_turn:13.3f} {tokens_per_round:13.2f}"
             sizes = ", ".join(f"{size} x {count}" for size, count in row["sizes"].items())
             print(line.format(**row), f"{row['equal']:5}  {sizes}", flush=True)
     print(json.dumps({"settings": command.settings(args), "device": device, "rows": rows}))
@@ -83,6 +85,7 @@ def measure(target, head, prompts, sampling: SamplingConfig, trees: dict[str, Tr
     """One row a setting, plain decoding first."""
     settings: dict[str, TreeConfig | None] = {"plain": None, **trees}
     total: dict[str, Any] = {name: collections.Counter() for name in settings}
+    ratios: dict[str, list[float]] = {name: [] for name in settings}
     for prompt in prompts:
         turns: dict[str, list] = {name: [] for name in settings}
         for turn in range(repeats):
@@ -91,6 +94,8 @@ def measure(target, head, prompts, sampling: SamplingConfig, trees: dict[str, Tr
                 turns[name].append(timed(target, head if settings[name] else None, prompt, settings[name], sampling))
         plain = turns["plain"][0][0].token_ids
         for name, runs in turns.items():
+            beside = zip(turns["plain"], runs, strict=True)
+            ratios[name] += [one[0].seconds["decode"] / other[0].seconds["decode"] for one, other in beside]
             total[name] += collections.Counter(
                 tokens=runs[0][0].new_tokens - 1,
                 decode=statistics.median(result.seconds["decode"] for result, _ in runs),
@@ -107,6 +112,7 @@ def measure(target, head, prompts, sampling: SamplingConfig, trees: dict[str, Tr
             "tokens_per_second": rate[name][0],
             "over_plain": rate[name][0] / rate["plain"][0],
             "whole_over_plain": rate[name][1] / rate["plain"][1],
+            "turn_by_turn": statistics.median(ratios[name]),
             "tokens_per_round": sums["tokens"] / sums["rounds"],
             "equal": int(sums["equal"]),
             "sizes": {size: sums[size] for size in sorted(key for key in sums if isinstance(key, int))},

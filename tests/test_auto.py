@@ -3,6 +3,7 @@ later, and costs that are measured once."""
 
 import functools
 import json
+import pathlib
 from typing import ClassVar
 
 import jax
@@ -13,11 +14,13 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import decode
 from jetspec_jax import speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.engine import costs, pacing
 from jetspec_jax.engine.costs import Table
 from jetspec_jax.engine.rows import Row
+from jetspec_jax.evals import acceptance, compare
 from jetspec_jax.files.pair import LoadedHead
 from jetspec_jax.loop import paced as loops
 from jetspec_jax.loop import pacing as rule
@@ -177,8 +180,9 @@ def test_the_tokens_are_those_of_plain_decoding_while_the_size_moves(prompts, op
     engine = speculate.start(TARGET, head, prompts, TreeConfig("auto"), options)
     before, ran, turn = len(COMPILED), [], iter(moves * 100)
 
-    def look(state):
+    def look(state, ran=0):
         engine.pacer._next = next(turn)
+        return int(ran)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.pacer, "_look", look)
@@ -294,6 +298,51 @@ def test_pruning_contradicts_an_order_that_is_not_of_probability():
     TreeConfig(prune=0.1, builder="accum_logp", width=1)  # a chain has one order
 
 
+PAIR = pathlib.Path(__file__).parent / "fixtures" / "peer_parity" / "dense_trained"
+
+
+def command(capsys, *words) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of decode.py with the small pair."""
+    given = "--target", PAIR / "target", "--head", PAIR / "head", "--max_new_tokens=24", "--ignore_eos", *words
+    return decode.main(list(map(str, given))), *capsys.readouterr()
+
+
+def test_the_command(capsys, tmp_path):
+    """A row's own budget, the sizes that were in force, and the same tokens."""
+    rows = tmp_path / "p.jsonl"
+    rows.write_text('{"prompt_ids": [11, 12, 17]}\n{"prompt_ids": [49], "budget": 3}\n')
+    status, out, _ = command(capsys, "--prompt_file", rows, "--budget=auto", "--json", "--compare")
+    auto, fixed = map(json.loads, out.splitlines())
+    assert status == 0 and auto["compare"]["equal"] and fixed["compare"]["equal"]
+    assert auto["settings"]["budget"] == "auto" and set(auto["tree_sizes"]) <= set(SIZES)
+    assert fixed["settings"]["budget"] == 3 and set(fixed["tree_sizes"]) == {3}
+    one = "--prompt_ids=11,12,17", "--budget=auto"
+    status = decode.main(["--target", str(PAIR / "target"), *one, "--method=ngram"])
+    assert status == 1 and "budget=auto: ngram drafts without probabilities" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_drawn_round_is_of_the_size_in_force(capsys):
+    one = "--prompt_ids=11,12,17", "--budget=auto"
+    status, _, err = command(capsys, *one, "--show_tree", "--prune=0.01", "--budget_rule=cast")
+    assert status == 0 and "nodes a round: " in err and "round 1" in err
+
+
+@pytest.mark.slow
+def test_a_comparison_has_auto_beside_the_others(tmp_path, capsys):
+    prompts = tmp_path / "some.jsonl"
+    prompts.write_text('{"prompt_ids": [11, 12, 17]}\n')
+    words = [
+        "--prompts", str(prompts), "--out", str(tmp_path / "run.jsonl"), "--target", str(PAIR / "target"),
+        "--drafters", f"jetspec={PAIR / 'head'}", "--budgets", "4", "auto", "--max_new_tokens", "12",
+    ]  # fmt: skip
+    assert compare.main([*words, "--svg", str(tmp_path / "run.svg")]) == 0
+    told = capsys.readouterr().out
+    assert "jetspec auto" in told and "jetspec tree 4" in told and "differs" not in told
+    table = acceptance.LINE.parse(["--prompts", str(prompts), "--budget", "4", "auto"]).budget
+    assert table == [4, "auto"]
+
+
 class TestCosts:
     ABOUT: ClassVar = {"device": "a", "depth": 3}
     TABLE = Table((1, 4, 8), (100, 400), ((1.0, 1.5, 2.5), (1.1, 1.6, 2.75)))
@@ -388,13 +437,12 @@ def test_the_machine_as_it_is_now_is_heeded(monkeypatch):
     """Blocks that take twice as long as the table says move the factor of their kind there, short ones hardly."""
     engine = speculate.start(TARGET, HEADS["causal"], [[3, 1, 4]], TreeConfig("auto"), SamplingConfig(9, eos=()))
     pacer = engine.pacer
-    pacer._expected = {1: 1.0, 4: 2.0, 8: 3.0}
-    pacer._timed(8, 1, 6.0)
+    pacer._factor = {"plain": 1.0, "trees": 1.0}
+    pacer._timed(8, 1, 6.0, 3.0)
     assert pacer._factor == {"plain": 1.0, "trees": pytest.approx(2**0.15)} and pacer._worked == 6.0
-    pacer._timed(4, 9, 36.0)
+    pacer._timed(4, 9, 36.0, 2.0)
     assert pacer._factor["trees"] == pytest.approx(2**0.75) and pacer._worked == 42.0
-    pacer._timed(1, 2, 90.0)  # whatever held it up, it counts for twice as long
+    pacer._timed(1, 2, 90.0, 1.0)  # whatever held it up, it counts for twice as long
     assert pacer._factor["plain"] == pytest.approx(2**0.3) and pacer._worked == 0.0
-    pacer._expected = {1: 1e-3}
-    pacer._timed(1, 1, 2e-3)  # most of it is the launch
+    pacer._timed(1, 1, 2e-3, 1e-3)  # most of it is the launch
     assert pacer._factor["plain"] == pytest.approx(2**0.306)

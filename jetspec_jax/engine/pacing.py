@@ -23,8 +23,9 @@ from jetspec_jax.options import MAX_BUDGET
 
 # Powers of two that can win, by measurement on a CPU (docs/measurements.md); each is a program.
 SIZES = {"cpu": (1, 4, 8, 16, 32), "gpu": (1, 8, 16, 32, 64, 128, 256), "tpu": (1, 8, 16, 32, 64, 128, 256)}
-BLOCK_ROUNDS = 16  # between two choices, once the first few are made
-BLOCK_SECONDS = 0.05, 0.5  # of a block at least, where launching counts, and at most, so that Python answers signals
+FIRST_ROUNDS = 2  # of the first block with trees; each after it has twice as many as the one before
+BLOCK_ROUNDS = 16  # between two choices then
+BLOCK_SECONDS = 0.05, 1.0  # of a block at least, where launching counts, and at most, so that Python answers signals
 WATCHED_SECONDS = 0.05  # of rounds in one measured launch
 WATCHED_ROUNDS = 4, 64
 HEED = 0.15, 0.6  # of a block's time beside what was expected: for each round, and at most
@@ -64,7 +65,7 @@ class Pacer:
         self.ladder = Ladder(sizes, self._largest.depth, rule)
         self.seconds = 0.0
         self._runs: dict[int, Any] = {}
-        self._next, self._block = (sizes[-1], 1), 1
+        self._next, self._block = (sizes[-1], 1), FIRST_ROUNDS
         self._resting, self._worked = False, 0.0
         self._expected: dict[int, float] = {}
         self._factor = {"plain": 1.0, "trees": 1.0}
@@ -117,7 +118,7 @@ class Pacer:
         seconds, (least, longest) = self._expected[size], BLOCK_SECONDS
         usual = max(BLOCK_ROUNDS, int(least / seconds))
         if size == 1:
-            return max(1, min(most, int(2 * longest / seconds)))
+            return max(1, min(most, int(longest / seconds)))
         return max(1, min(most, self._block, usual, int(longest / seconds)))
 
     def advance(self, params: dict, state: State, most: int) -> State:
@@ -125,9 +126,10 @@ class Pacer:
         size = self.bucket
         n = jnp.int32(min(most, self.rounds()))
         begin = time.perf_counter()
-        state, self._belief, ran = jax.block_until_ready(self._runs[size](params, state, self._belief, n))
-        self._timed(size, int(ran), time.perf_counter() - begin)
-        self._look(state)
+        state, self._belief, ran = self._runs[size](params, state, self._belief, n)
+        expected = self._expected[size]
+        ran = self._look(state, ran)  # one wait for both: on a busy machine a wait may cost as much as a round
+        self._timed(size, ran, time.perf_counter() - begin, expected)
         return state
 
     def record(self, params: dict, state: State) -> tuple[State, Round]:
@@ -146,28 +148,36 @@ class Pacer:
         while len(_BELIEFS) > KEPT:
             _BELIEFS.popitem(last=False)
 
-    def _look(self, state: State) -> None:
-        """Chooses the next block, on the device."""
+    def _look(self, state: State, ran: Any = 0) -> int:
+        """Chooses the next block, on the device; returns the rounds that the last one ran, as a number."""
         sizes = self.ladder.sizes
         factor = [self._factor["plain" if size == 1 else "trees"] for size in sizes]
         price = self._price._replace(factor=jnp.array(factor, jnp.float32))
         doing = jnp.bool_(self._resting), jnp.float32(self._worked)
-        found = jax.device_get(self._choose(self._belief, price, state.length, state.reason, *doing))
+        chosen = self._choose(self._belief, price, state.length, state.reason, *doing)
+        found, ran = jax.device_get((chosen, ran))
         self._next, self._resting = (sizes[int(found.place)], int(found.rounds)), bool(found.resting)
         self._expected = dict(zip(sizes, found.seconds.tolist(), strict=True))
+        return int(ran)
 
-    def _timed(self, size: int, ran: int, spent: float) -> None:
+    def _timed(self, size: int, ran: int, spent: float, expected: float) -> None:
         """Takes in how long a block took: the machine does other work too, which the table knows nothing of.
 
         Trees share what is seen of any of them. A plain step is bound by memory where they are bound by arithmetic, so
         it has a factor of its own.
+
+        Args:
+          size: of the block.
+          ran: rounds of it.
+          spent: seconds.
+          expected: of a round.
         """
         if size == 1:
-            self._block, self._worked = 1, 0.0
+            self._block, self._worked = FIRST_ROUNDS, 0.0
         else:
             self._block, self._worked = min(2 * self._block, pacing.MANY), self._worked + spent
         if ran:
-            seen = spent / ran / self._expected[size]
+            seen = spent / ran / expected
             each, most = HEED
             kind = "plain" if size == 1 else "trees"
             weight = min(each * ran, most) * min(spent / BLOCK_SECONDS[0], 1.0)  # a launch is much of a short block
@@ -215,5 +225,5 @@ class Pacer:
             run(size, at[0])
             seconds = run(size, at[0])
             usual = min(many, max(few, int(WATCHED_SECONDS / seconds)))
-            count[size] = max(1, min(usual, int(2 * BLOCK_SECONDS[1] / seconds)))
+            count[size] = max(1, min(usual, int(BLOCK_SECONDS[1] / seconds)))
         return costs.measure(run, tuple(self._paces), at)

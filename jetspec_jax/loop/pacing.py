@@ -38,7 +38,7 @@ PATH_TOKENS = 64.0  # committed tokens after which what the draft said counts 1/
 TRUST_TOKENS = 256.0  # the same of how right it was, which is the head's more than the text's
 TRUST_KEPT = 32.0  # promised tokens that a new text takes over from the one before
 TRUST_PRIOR = 8.0  # accepted and promised tokens that are taken as seen before any was, half of them for each segment
-EVIDENCE = 2.0  # rounds with trees before a text is decoded plainly
+EVIDENCE = 2  # rounds with trees before a text is decoded plainly
 PROBE = 0.005  # of the time of plain decoding, for rounds that look whether trees pay again
 RESTING = 1.02  # how much faster a tree must look before plain decoding ends; one probe alone is noisy
 PROBE_STEPS = 8, 4096  # plain steps between probes, at least and at most
@@ -199,7 +199,8 @@ def choose(
     lost = PLAIN_STEPS * jnp.maximum(seconds[0] - 1 / rate[tree], 0.0)
     times = pays & (PROBE * worked >= lost) & (worked >= PLAIN_LEAST * seconds[0])
     place = jnp.where(pays, jnp.where(times, 0, tree), jnp.where(looks, test, 0))
-    rounds = jnp.where(pays, jnp.where(times, PLAIN_STEPS, MANY), jnp.where(looks, 1, every - belief.rested))
+    alone = jnp.maximum(EVIDENCE - belief.tested, 1)
+    rounds = jnp.where(pays, jnp.where(times, PLAIN_STEPS, MANY), jnp.where(looks, alone, every - belief.rested))
     return Next(place.astype(jnp.int32), rounds.astype(jnp.int32), ~pays & (belief.tested >= EVIDENCE), seconds)
 
 
