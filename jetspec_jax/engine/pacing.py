@@ -28,7 +28,8 @@ BLOCK_ROUNDS = 16  # between two choices then
 BLOCK_SECONDS = 0.05, 1.0  # of a block at least, where launching counts, and at most, so that Python answers signals
 WATCHED_SECONDS = 0.05  # of rounds in one measured launch
 WATCHED_ROUNDS = 4, 64
-HEED = 0.15, 0.6  # of a block's time beside what was expected: for each round, and at most
+HEED = 0.1, 0.4  # of a block's time beside what was expected: for each round, and at most
+SHARED = 0.8  # of it that the other kind of round takes over: most of what slows a machine slows both
 FAR = 2.0  # times what was expected, that a block counts for at most
 UNBOUND = MAX_BUDGET  # budget of a row that takes whatever size is in force
 KEPT = 16  # beliefs of a process
@@ -164,7 +165,7 @@ class Pacer:
         """Takes in how long a block took: the machine does other work too, which the table knows nothing of.
 
         Trees share what is seen of any of them. A plain step is bound by memory where they are bound by arithmetic, so
-        it has a factor of its own.
+        it has a factor of its own; but a burst of other work that falls on one kind must not make the other look fast.
 
         Args:
           size: of the block.
@@ -179,10 +180,10 @@ class Pacer:
         if ran:
             seen = spent / ran / expected
             each, most = HEED
-            kind = "plain" if size == 1 else "trees"
+            kind, other = ("plain", "trees") if size == 1 else ("trees", "plain")
             weight = min(each * ran, most) * min(spent / BLOCK_SECONDS[0], 1.0)  # a launch is much of a short block
             heeded = min(max(seen, 1 / FAR), FAR) ** weight
-            self._factor = self._factor | {kind: self._factor[kind] * heeded}
+            self._factor = {kind: self._factor[kind] * heeded, other: self._factor[other] * heeded**SHARED}
 
     def _compile(self, size: int, params: dict, state: State, belief: Belief) -> None:
         if size not in self._runs:
