@@ -450,7 +450,7 @@ def test_the_machine_as_it_is_now_is_heeded(monkeypatch):
 
 
 def test_what_slows_one_kind_of_round_is_learnt():
-    """Plain steps take twice as long as the table says and trees as long; though they are seen more, factors part so."""
+    """Plain steps take twice as long as the table says, trees as long; though plain is seen more, factors part so."""
     engine = speculate.start(TARGET, HEADS["causal"], [[3, 1, 4]], TreeConfig("auto"), SamplingConfig(9, eos=()))
     pacer = engine.pacer
     pacer._factor = {"plain": 1.0, "trees": 1.0}
