@@ -226,7 +226,7 @@ def sampling(*without: str) -> list[Option]:
 
 
 def _help(option: Option) -> str:
-    known = [f"One of {', '.join(option.choices)}." if option.choices else ""]
+    known = [f"One of {', '.join(option.choices)}." if option.kind == "choice" else ""]
     if option.off:
         known.append(f"{option.off[0].upper()}{option.off[1:]}.")
     if option.default not in (None, (), False, ""):
@@ -237,7 +237,8 @@ def _help(option: Option) -> str:
 
 def _metavar(option: Option) -> str:
     names = {"whole": "N", "number": "X", "flag": "FLAG", "ids": "ID,...", "bias": "ID:X,...", "choice": "NAME"}
-    return names.get(option.kind, "TEXT")
+    name = names.get(option.kind, "TEXT")
+    return name if option.kind == "choice" else "|".join([name, *option.choices])
 
 
 def _default(option: Option) -> Any:
@@ -300,6 +301,7 @@ def markdown(config: type) -> str:
         if option.kind in ("whole", "number"):
             end = "" if option.high is None else f"{option.high:g}"
             limit = f"{'>' if option.above else '>='} {option.low or 0:g}" + (f", <= {end}" if end else "")
+            limit = ", ".join([limit, *option.choices])
         default = "" if option.default in (None, ()) else str(option.default).lower()
         text = option.help + (f" {option.off[0].upper()}{option.off[1:]}." if option.off else "")
         lines.append(f"| `{option.name}` | {default} | {limit} | {text} |")

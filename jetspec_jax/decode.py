@@ -11,6 +11,7 @@ done, 2 the options are wrong, 1 the files or the run are, 130 interrupted.
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import pathlib
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 from jetspec_jax import command, methods, outcome
 from jetspec_jax.command import SAMPLING, TREE, Option, UsageError
 from jetspec_jax.methods import METHODS
-from jetspec_jax.options import ConfigError, SamplingConfig, TreeConfig, shown
+from jetspec_jax.options import AUTO, ConfigError, SamplingConfig, TreeConfig, shown
 
 PROMPTS = ("prompt", "prompt_ids", "prompt_file")
 DRAWN = ("trace", "show_tree", "tree_svg")  # what is recorded round by round
@@ -313,6 +314,9 @@ def _summary(result, plain, report) -> None:
         f"{result.new_tokens} tokens ({result.finish_reason}) in {result.rounds} rounds: acceptance length "
         f"{result.acceptance_length:.2f}, {result.tokens_per_second:.1f} tokens/s ({spent})"
     )
+    if result.settings["budget"] == AUTO:
+        sizes = collections.Counter(result.tree_sizes)
+        _say(f"nodes a round: {', '.join(f'{size} in {count}' for size, count in sorted(sizes.items()))}")
     if report is None:
         return
     verdict = "the same tokens" if report["equal"] else f"DIFFERENT tokens: {report['first_difference']}"

@@ -170,7 +170,7 @@ class Option:
     default: what holds where the option is not given.
     low, high: the ends of the range of a number; above: the lower end itself is not valid.
     off: which value does nothing, for people.
-    choices: of a "choice".
+    choices: of a "choice"; of any other kind, words that may stand for a value.
     many: several values after one flag.
     required: there is no default.
     metavar: what help calls the value.
@@ -192,6 +192,8 @@ class Option:
     def check(self, value: Any) -> None:
         """Raises ConfigError where a value has another type, or lies outside the range."""
         right, wanted = True, ""
+        if self.kind != "choice" and isinstance(value, str) and value in self.choices:
+            return
         if self.kind == "whole":
             low, high = int(self.low or 0), int(MOST if self.high is None else self.high)
             right = whole(value) and low <= value <= high
@@ -207,6 +209,8 @@ class Option:
             right, wanted = isinstance(value, str) and value in self.choices, f"one of {', '.join(self.choices)}"
         elif self.kind == "flag":
             right, wanted = isinstance(value, bool), "true or false"
+        if self.kind != "choice":
+            wanted = " or ".join([wanted, *self.choices])
         if not right:
             raise ConfigError(f"{self.name}={shown(value)}: give {wanted}{f' ({self.off})' if self.off else ''}")
 

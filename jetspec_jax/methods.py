@@ -43,16 +43,18 @@ def _exact(tree: TreeConfig, head) -> TreeConfig:
     return dataclasses.replace(tree, width=MAX_BUDGET, builder="best_first")
 
 
+SHAPED = ("budget", "width", "tree")
 NO_DRAFT = (
-    "head", "budget", "width", "depth", "tree", "sharpness", "window", "trace", "show_tree", "tree_svg", "compare",
+    "head", "budget", "width", "depth", "tree", "sharpness", "window", "budget_rule", "prune", "trace", "show_tree",
+    "tree_svg", "compare",
 )  # fmt: skip
-LOOKED_UP = ("head", "width", "tree", "sharpness", "window")
+LOOKED_UP = ("head", "width", "tree", "sharpness", "window", "budget_rule", "prune")
 METHODS = {  # the first of a family's that draws a tree is the one for options that ask for a tree
     "jetspec": Method("a tree from a head's block", ("jetspec", "dflash"), _given, ()),
-    "dflash": Method("the chain of a bidirectional head", ("dflash",), _chain, ("budget", "width", "tree")),
+    "dflash": Method("the chain of a bidirectional head", ("dflash",), _chain, (*SHAPED, "budget_rule")),
     "ddtree": Method("the most probable tree of a bidirectional head", ("dflash",), _exact, ("width", "tree")),
     "eagle3": Method("the dynamic tree of an EAGLE-3 head", ("eagle3",), _given, ("tree",), sequential=True),
-    "dspark": Method("the chain of a DSpark head", ("dspark",), _chain, ("budget", "width", "tree")),
+    "dspark": Method("the chain of a DSpark head", ("dspark",), _chain, (*SHAPED, "budget_rule")),
     "pctree": Method(
         "the tree of a DSpark head, in which siblings have children of their own", ("dspark",), _given, ("tree",)
     ),

@@ -16,6 +16,8 @@ from typing import Any
 from jetspec_jax.fields import ConfigError, option, shown, table, whole
 
 TREE_BUILDERS = ("best_first", "accum_logp")
+AUTO = "auto"  # a budget that follows what rounds cost and bring
+BUDGET_RULES = ("best", "caddtree", "cast")
 DTYPES = ("float32", "bfloat16", "float16")  # that weights may have
 BACKENDS = ("auto", "xla", "cudnn", "pallas")  # that may compute a layer
 MIN_TEMPERATURE = 1e-4  # anything colder is greedy
@@ -29,7 +31,7 @@ def _check_table(config) -> None:
         value = getattr(config, name)
         if value is not None or described.default is not None:
             described.check(value)
-        if not isinstance(value, int | float) and described.kind in ("whole", "number") and value is not None:
+        if not isinstance(value, int | float | str) and described.kind in ("whole", "number") and value is not None:
             object.__setattr__(config, name, int(value) if described.kind == "whole" else float(value))
 
 
@@ -45,10 +47,11 @@ class TreeConfig:
       ConfigError: a value is outside its range.
     """
 
-    budget: int | None = option(
+    budget: int | str | None = option(
         "whole", None,
-        "Tree nodes verified a round, root included; 1 is plain decoding. Default: 8 on a CPU, else 64.",
-        low=1, high=MAX_BUDGET,
+        "Tree nodes verified a round, root included; 1 is plain decoding; auto: as many as pay best, by what rounds "
+        "bring and what they cost here (measured at the first start, and kept). Default: 8 on a CPU, else 64.",
+        low=1, high=MAX_BUDGET, choices=(AUTO,),
     )  # fmt: skip
     width: int | None = option(
         "whole", None,
@@ -74,9 +77,25 @@ class TreeConfig:
         "How far sampled drafts trust the known noise. Changes the speed and never the output.",
         high=100.0, off="0 leaves the noise out",
     )  # fmt: skip
+    rule: str = option(
+        "choice", "best",
+        "How auto chooses. best: the most tokens a second of all sizes; caddtree, cast: the rules of these papers, "
+        "which stop at the first node or size that does not pay.",
+        name="budget_rule", choices=BUDGET_RULES,
+    )  # fmt: skip
+    prune: float = option(
+        "number", 0.0,
+        "Nodes whose path the draft takes to be less probable are not verified. Changes the speed, never the output.",
+        high=1.0, off="0 verifies all",
+    )  # fmt: skip
 
     def __post_init__(self):
         _check_table(self)
+        if self.prune and self.builder != "best_first" and self.width != 1:
+            raise ConfigError(
+                f"prune={self.prune:g} contradicts tree={self.builder}, whose nodes are not in the order of their "
+                "probabilities; use best_first"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,9 +155,10 @@ class SamplingConfig:
         "With --json: log-probability of each new token under the target's own distribution (temperature 1, before any "
         "other option).",
     )  # fmt: skip
-    budget: int | None = option(
-        "whole", None, "Tree nodes of this request's rounds. Default: the command's.", low=1, high=MAX_BUDGET
-    )
+    budget: int | str | None = option(
+        "whole", None, "Tree nodes of this request's rounds, or auto. Default: the command's.", low=1, high=MAX_BUDGET,
+        choices=(AUTO,),
+    )  # fmt: skip
 
     def __post_init__(self):
         _check_table(self)

@@ -15,20 +15,25 @@ import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
+import jax
+
 from jetspec_jax import fields
-from jetspec_jax.engine import geometry, requests
+from jetspec_jax.engine import costs, geometry, pacing, requests
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.geometry import DEFAULT_BUDGET, Geometry
+from jetspec_jax.engine.pacing import Pacer
 from jetspec_jax.engine.requests import check
 from jetspec_jax.engine.rows import Result, Row
 from jetspec_jax.files import inputs, pair
 from jetspec_jax.files.inputs import Prompt, prompt_ids
 from jetspec_jax.files.pair import LoadedHead, LoadedTarget
+from jetspec_jax.loop.contracts import Pausing
 from jetspec_jax.loop.decoder import DEFAULT_CHUNK, Decoder, prefill, prefill_recorded, rounds, step, step_recorded
+from jetspec_jax.loop.paused import Paused
 from jetspec_jax.loop.plain import PLAIN
 from jetspec_jax.loop.state import Request, Round, State
 from jetspec_jax.loop.tree import Rule
-from jetspec_jax.options import ConfigError, SamplingConfig, TreeConfig
+from jetspec_jax.options import AUTO, ConfigError, SamplingConfig, TreeConfig
 
 __all__ = [
     "DEFAULT_BUDGET", "DecodeError", "Decoder", "Engine", "Piece", "Prompt", "Request", "Result", "Round", "State",
@@ -176,20 +181,60 @@ def start(  # noqa: PLR0913  # the options of a call
     longest = max(len(i) + o.max_new_tokens for i, o in zip(ids, options, strict=True))
     pair.note_length(head, longest, tree.window)
 
-    usual = int(tree.budget or geometry.default_budget())
+    usual = tree.budget or geometry.default_budget()
     budgets = [option.budget or usual for option in options]
-    draft = _draft(head, tree, geometry.budget_nodes(budgets))
+    _check_budgets(head, tree, budgets)
+    if head is not None and AUTO in budgets:
+        drafts = _ladder(head, tree, budgets)
+    else:
+        nodes = geometry.budget_nodes([1 if budget == AUTO else int(budget) for budget in budgets])
+        drafts = {nodes: _draft(head, tree, nodes)}
+    draft = drafts[max(drafts)]
     sizes = Geometry.fit(ids, options, draft, chunk)
     if room:
         wider = Geometry.fit([*ids, [0] * room], [*options, options[0]], draft, chunk)
         sizes = dataclasses.replace(wider, batch=sizes.batch)
-    decoder = Decoder(target.model, draft, sizes.capacity, "logprobs" in sizes.options, chunk)
+    decoders = {
+        n: Decoder(target.model, one, sizes.capacity, "logprobs" in sizes.options, chunk) for n, one in drafts.items()
+    }
     said = _said(tree, draft) | {"batch": len(ids), "thinking": mode}
-    engine = Engine(target, head if draft is not PLAIN else None, decoder, sizes, said)
+    pacer = None
+    if len(drafts) > 1:
+        least = geometry.budget_nodes([int(budget) for budget in budgets if budget != AUTO] or [1])
+        pacer = Pacer(decoders, costs.described(target, head, draft), sizes, tree.rule, least)
+        said |= {"budget_rule": tree.rule, "sizes": sorted(drafts)}
+    engine = Engine(target, head if draft is not PLAIN else None, decoders[max(drafts)], sizes, said, pacer)
     budgets = [1] * len(ids) if draft is PLAIN else budgets
     rows = [Row(*row, target.tokenizer, watch) for row in zip(ids, options, budgets, strict=True)]
     engine.admit(rows, sizes.prompt if room else 0)
     return engine
+
+
+def _check_budgets(head, tree: TreeConfig, budgets: Sequence[int | str]) -> None:
+    """Raises ConfigError where budgets, their rule and pruning cannot be had of a drafter, or mean nothing."""
+    auto = AUTO in budgets
+    if tree.rule != TreeConfig.rule and not auto:
+        raise ConfigError(f"budget_rule={tree.rule}: budgets are numbers, so nothing is chosen; give budget=auto")
+    for name, asked in (("budget=auto", auto), (f"prune={tree.prune:g}", tree.prune > 0)):
+        if asked and head is not None and not getattr(head.draft, "scored", False):
+            raise ConfigError(
+                f"{name}: {head.family or head.source} drafts without probabilities, by which it would be decided; "
+                f"{'give a number' if auto else 'leave it out'}"
+            )
+    if auto and head is not None and head.draft.taps and not isinstance(head.draft, Pausing):
+        raise ConfigError(f"budget=auto: {head.family or head.source} cannot pause for plain steps; give a number")
+
+
+def _ladder(head, tree: TreeConfig, budgets: Sequence[int | str]) -> dict[int, Any]:
+    """Returns the drafts of all sizes of trees among which is chosen, and under 1 the plain step."""
+    fixed = [int(budget) for budget in budgets if budget != AUTO]
+    sizes = {*pacing.SIZES[jax.default_backend()], *([geometry.budget_nodes(fixed)] if fixed else [])}
+    trees = sorted(sizes - {1})
+    if tree.width == 1:  # a chain has no more nodes than it is deep
+        longest = min(tree.depth or head.draft.depth, head.draft.depth) + 1
+        trees = [n for n in trees if n < longest] + [min(n for n in [*trees, longest] if n >= longest)]
+    drafts = {n: _draft(head, tree, n, trees[-1]) for n in trees}
+    return {1: Paused(drafts[trees[-1]]), **drafts}
 
 
 def _options(sampling, count: int) -> list[SamplingConfig]:
@@ -214,8 +259,11 @@ def _chunk(given) -> int:
     return int(chunk)
 
 
-def _draft(head, tree: TreeConfig, nodes: int):
-    """Returns the head's draft for trees of that many nodes; a tree of the root alone is plain decoding."""
+def _draft(head, tree: TreeConfig, nodes: int, grown: int = 0):
+    """Returns the head's draft for trees of that many nodes; a tree of the root alone is plain decoding.
+
+    grown: nodes that are scored, if more.
+    """
     if head is None:
         return PLAIN
     if (tree.depth or 0) > head.draft.depth:
@@ -224,7 +272,7 @@ def _draft(head, tree: TreeConfig, nodes: int):
         )
     if nodes == 1:
         return PLAIN
-    rule = Rule(nodes, tree.builder, tree.width or 0, float(tree.sharpness))
+    rule = Rule(nodes, tree.builder, tree.width or 0, float(tree.sharpness), grown)
     draft = head.draft.shaped(rule, min(tree.depth or head.draft.depth, nodes - 1))
     if tree.window is None:
         return draft
@@ -236,7 +284,7 @@ def _draft(head, tree: TreeConfig, nodes: int):
 def _said(tree: TreeConfig, draft) -> dict[str, Any]:
     """Returns what results say of the tree."""
     rule = getattr(draft, "rule", None)
-    return {
+    return ({"prune": tree.prune} if tree.prune and draft is not PLAIN else {}) | {
         "tree": tree.builder,
         "width": max(min(rule.candidates if rule else draft.nodes, draft.nodes - 1), 1),
         "sharpness": 0.0 if draft is PLAIN else float(tree.sharpness),

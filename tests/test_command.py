@@ -95,7 +95,7 @@ def test_numbers_out_of_range_are_refused_on_the_command_line_and_in_python(data
     text = data.draw(outside(option))
     with pytest.raises(command.UsageError, match=re.escape(f"--{option.name}=")):
         decode.LINE.parse(["--prompt_ids=1", f"--{option.name}={text}"])
-    config = TreeConfig if option.name in ("width", "depth", "sharpness", "window") else SamplingConfig
+    config = TreeConfig if option.name in ("width", "depth", "sharpness", "window", "prune") else SamplingConfig
     with pytest.raises(ConfigError, match=f"^{option.name}="):
         config(**{option.name: float(text) if option.kind == "number" else int(text)})
 
@@ -111,7 +111,7 @@ def test_right_values_reach_the_configurations(data):
         words += [f"--{option.name.replace('_', dashes)}", repr(wanted[option.name])]
     args = decode.LINE.parse(["--prompt_ids", "1", *words])
     tree = command.tree_of(args)
-    own = [k for k in wanted if k in ("budget", "width", "depth", "sharpness", "window")]
+    own = [k for k in wanted if k in ("budget", "width", "depth", "sharpness", "window", "prune")]
     assert {k: wanted[k] for k in own} == {k: getattr(tree, k) for k in own}
     if wanted.get("min_new_tokens", 0) <= wanted.get("max_new_tokens", 256):
         sampling = command.sampling_of(args)

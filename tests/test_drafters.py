@@ -63,6 +63,11 @@ def test_every_tree_has_its_chain_beside_it_and_every_chain_stands_once():
         "dflash chain 5", "ngram tree 4", "ngram chain 4", "ngram tree 8", "ngram chain 8", "ngram tree 16",
         "ngram chain 16",
     ]  # fmt: skip
+    cells = [str(entry.cell) for entry in drafters.entries(loaded("jetspec", "dflash", "ngram"), ["auto", 4])]
+    assert cells == [
+        "plain decoding", "jetspec auto", "jetspec tree 4", "jetspec chain 4", "dflash chain 5", "ngram tree 4",
+        "ngram chain 4",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("method", ["eagle3", "ngram"])  # a block's lies in the comparison's test

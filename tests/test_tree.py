@@ -251,7 +251,7 @@ def _levels(nodes, depth, frontier, table):
         return table[at.token, :, 0].astype(jnp.int32), table[at.token, :, 1], carry
 
     anchor = jnp.zeros(1, jnp.int32)
-    return tree.cut(tree.levels(children, None, anchor, nodes, depth, frontier), anchor, jnp.array([nodes]))
+    return tree.cut(tree.levels(children, None, anchor, nodes, depth, frontier)[0], anchor, jnp.array([nodes]))
 
 
 @pytest.mark.parametrize("nodes, depth, frontier, width", [(2, 3, 1, 2), (9, 3, 2, 3), (16, 4, 15, 4), (40, 2, 4, 3)])
@@ -291,7 +291,7 @@ def test_levels_leave_out_what_is_no_number():
         shape = (*at.token.shape, 2)
         return jnp.broadcast_to(jnp.array([4, 5]), shape), jnp.broadcast_to(jnp.array([jnp.nan, -1.0]), shape), carry
 
-    tokens, parents, depths, built = tree.levels(children, None, jnp.array([1]), 8, 3, 4)
+    (tokens, parents, depths, built), _ = tree.levels(children, None, jnp.array([1]), 8, 3, 4)
     assert built.tolist() == [4] and tokens[0, 1:4].tolist() == [5, 5, 5]
     assert parents[0, 1:4].tolist() == [0, 1, 2] and depths[0, 1:4].tolist() == [1, 2, 3]
 
@@ -346,3 +346,44 @@ def test_equal_rows_are_the_shared_row(builder):
         np.testing.assert_array_equal(one.reshape(-1)[1:], other.reshape(-1)[1:])  # the root's token has no meaning
     with pytest.raises(ValueError, match="P=2: one row for all parents"):
         tree.grow(builder, tree.Candidates(token[None], table[None, :, :2]), 17)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _scored(rule, logits, budget):
+    return tree.build(rule, logits, jnp.full((len(logits),), ANCHOR, jnp.int32), budget)
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@given(seed=st.integers(0, 2**32 - 1), broken=st.booleans())
+def test_scores_are_the_sums_along_the_paths(builder, seed, broken):
+    """Of every node that has grown, also of those that are not verified; the first nodes are the small tree's own."""
+    logits = 2 * np.random.default_rng(seed).standard_normal((2, 4, 9)).astype(np.float32)
+    if broken:
+        logits[1, 2] = np.nan
+    whole = jax.device_get(_scored(tree.Rule(24, builder, 4), logits, jnp.array([24, 24])))
+    small = jax.device_get(_scored(tree.Rule(8, builder, 4, grown=24), logits, jnp.array([8, 5])))
+    logp = jax.nn.log_softmax(logits, axis=-1)
+    for row in range(2):
+        wanted = [0.0]
+        for token, parent, depth in nodes(whole, row)[1:]:
+            wanted.append(wanted[parent] + float(logp[row, depth - 1, token]))
+        wanted += [-np.inf] * (24 - len(wanted))
+        np.testing.assert_allclose(whole.scores.node[row], wanted, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(small.scores.node[row], whole.scores.node[row])
+        assert nodes(small, row) == nodes(whole, row)[: int(small.size[row])]
+        check_padding(small, row)
+        best = np.cumsum(np.where(np.isnan(logp[row]), -np.inf, logp[row]).max(-1))
+        np.testing.assert_allclose(small.scores.spine[row], best, rtol=1e-5, atol=1e-5)
+    assert small.size.tolist() == [8, 5]
+
+
+@given(seed=st.integers(0, 2**32 - 1), least=st.floats(0.0, 1.0))
+def test_pruning_leaves_out_what_is_less_probable_and_nothing_else(seed, least):
+    logits = 2 * np.random.default_rng(seed).standard_normal((2, 4, 9)).astype(np.float32)
+    whole = _scored(tree.Rule(24, "best_first", 4), logits, jnp.array([24, 24]))
+    pruned = jax.device_get(tree.prune(whole, jnp.array([least, 0.0], jnp.float32)))
+    lowest = jnp.log(jnp.float32(least))
+    kept = [node for node, s in zip(nodes(whole), whole.scores.node[0], strict=True) if s >= lowest]
+    assert nodes(pruned) == [nodes(whole)[0], *kept[1:]]
+    assert nodes(pruned, 1) == nodes(whole, 1)
+    check_padding(pruned, 0)

@@ -264,6 +264,8 @@ class CoachedDraft:
     head: Any = None
     rule: Rule = EIGHT
 
+    scored = True
+
     @property
     def nodes(self):
         return self.rule.nodes
@@ -272,8 +274,21 @@ class CoachedDraft:
     def taps(self):
         return self.head.taps if self.head else ()
 
+    def room(self, state):
+        return self.head.room(state)
+
+    def wait(self, state, seen):
+        return self.head.wait(state, seen)
+
+    def absorb(self, params, state, tokens, ends):
+        return self.head.absorb(params["head"], state, tokens, ends)
+
+    def resized(self, state, rows):
+        return self.head.resized(state, rows)
+
     def shaped(self, rule, depth):
-        return dataclasses.replace(self, rule=rule, depth=depth)
+        head = self.head.shaped(rule, depth) if self.head else None
+        return dataclasses.replace(self, rule=rule, depth=depth, head=head)
 
     def init(self, params, batch, capacity):
         return self.head.init(params["head"], batch, capacity) if self.head else jnp.zeros((batch,))

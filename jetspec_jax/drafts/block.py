@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jetspec_jax.backends.xla import PLAIN_XLA, XLA
 from jetspec_jax.config import ConfigError, HeadConfig
+from jetspec_jax.drafts import waiting
 from jetspec_jax.layers import cache as kv_cache
 from jetspec_jax.layers import masks, vocabulary
 from jetspec_jax.layers.cache import Cache
@@ -117,6 +118,7 @@ class BlockDraft:
     temperature: tuple[float, ...] = ()
     window: int = 0
 
+    scored: ClassVar[bool] = True
     first: ClassVar[int] = 1  # slot that predicts the token after the anchor
 
     def __post_init__(self):
@@ -152,6 +154,22 @@ class BlockDraft:
         fresh = head.context_kv(head.context(seen.features), positions)
         length = jnp.where(seen.count > 0, seen.start + seen.count, state.length)
         return state._replace(context=kv_cache.write(state.context, fresh, seen.start), length=length)
+
+    def room(self, state: HeadState) -> Int[Array, " B"]:
+        return state.pending.shape[1] - state.count
+
+    def wait(self, state: HeadState, seen: Seen) -> HeadState:
+        return state._replace(pending=waiting.added(state.pending, state.count, seen), count=state.count + seen.count)
+
+    def absorb(self, params, state: HeadState, tokens: Int[Array, "B S"], ends: Ends) -> HeadState:
+        head = self._module(params)
+        positions = state.length[:, None] + jnp.arange(state.pending.shape[1])
+        fresh = head.context_kv(head.context(state.pending), positions)
+        context = kv_cache.write(state.context, fresh, state.length)
+        return HeadState(context, state.length + state.count, state.pending, jnp.zeros_like(state.count))
+
+    def resized(self, state: HeadState, rows: int) -> HeadState:
+        return state._replace(pending=waiting.resized(state.pending, rows))
 
     def propose(self, params, state: HeadState, choice: Choice, budget, ends: Ends) -> tuple[Tree, HeadState]:
         logits, state = self.logits(params, state, choice.anchor, choice.past.length, ends)

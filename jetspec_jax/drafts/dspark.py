@@ -25,7 +25,7 @@ from jetspec_jax.layers import vocabulary
 from jetspec_jax.loop import tree as trees
 from jetspec_jax.loop.choice import Choice
 from jetspec_jax.loop.contracts import Ends
-from jetspec_jax.loop.tree import Frontier, Rule, Tree
+from jetspec_jax.loop.tree import Frontier, Rule, Scores, Tree
 from jetspec_jax.options import ConfigError
 
 # Children of a node. PCTree finds that the second sibling gives most and that four are enough; those that the tree does
@@ -89,7 +89,7 @@ class DSparkDraft(BlockDraft):
         return self.config.block_size
 
     def shaped(self, rule: Rule, depth: int) -> DSparkDraft:
-        width = max(min(rule.width or WIDTH, rule.nodes - 1, self.config.vocab_size), 1)
+        width = max(min(rule.width or WIDTH, rule.scored - 1, self.config.vocab_size), 1)
         return dataclasses.replace(self, rule=dataclasses.replace(rule, width=width), depth=depth)
 
     def propose(self, params, state: HeadState, choice: Choice, budget, ends: Ends) -> tuple[Tree, HeadState]:
@@ -97,8 +97,8 @@ class DSparkDraft(BlockDraft):
         head, base = self._module(params), ends.logits(hidden)
         rank = lambda logits, level: choice.foresee(logits, self.rule.sharpness, level)
         if self.rule.width == 1:
-            tokens, logits = self._chain(head, hidden, base, choice.anchor, rank)
-            return self._line(tokens, choice.anchor, budget)._replace(logits=logits), state
+            tokens, logits, sure = self._chain(head, hidden, base, choice.anchor, rank)
+            return self._line(tokens, sure, choice.anchor, budget)._replace(logits=logits), state
 
         def children(level: int, at: Frontier, memory: jax.Array):
             if level:
@@ -109,10 +109,10 @@ class DSparkDraft(BlockDraft):
             best, token = vocabulary.top_k(ranked, self.rule.width)
             return token, best - vocabulary.log_total(ranked), memory
 
-        frontier = min(self.nodes - 1, FRONTIER)
+        frontier = min(self.rule.scored - 1, FRONTIER)
         start = head.start(len(base))
-        grown = trees.levels(children, start, choice.anchor, self.nodes, self.depth, frontier)
-        return trees.cut(grown, choice.anchor, budget), state
+        grown, scores = trees.levels(children, start, choice.anchor, self.rule.scored, self.depth, frontier)
+        return trees.cut(trees.first(grown, self.nodes), choice.anchor, budget)._replace(scores=scores), state
 
     def guesses(
         self, params, state: HeadState, anchor: Int[Array, " B"], length: Int[Array, " B"], ends: Ends
@@ -143,26 +143,34 @@ class DSparkDraft(BlockDraft):
 
     def _chain(
         self, head: DSpark, hidden: jax.Array, base: jax.Array, anchor: jax.Array, rank: Callable[..., jax.Array]
-    ) -> tuple[Int[Array, "B D"], Float[Array, "B D V"]]:
-        """Returns the best tokens from left to right, and the logits [B, D, V] of their slots after them."""
+    ) -> tuple[Int[Array, "B D"], Float[Array, "B D V"], Float[Array, "B D"]]:
+        """Returns the best tokens from left to right, the logits of their slots, and the tokens' log-probabilities."""
 
         def step(carry: Any, level: jax.Array):
             token, memory = carry
             slot = lambda x: jax.lax.dynamic_slice_in_dim(x, level, 1, 1)
             logits, memory = head.after(slot(base), slot(hidden), token, memory)
-            token = vocabulary.best(rank(logits, level))
-            return (token, memory), (token[:, 0], logits[:, 0])
+            ranked = rank(logits, level)
+            token = vocabulary.best(ranked)
+            sure = jnp.take_along_axis(ranked, token[..., None], -1) - vocabulary.log_total(ranked)
+            return (token, memory), (token[:, 0], logits[:, 0], sure[:, 0, 0])
 
         start = anchor[:, None], head.start(len(base))
-        _, (tokens, logits) = jax.lax.scan(step, start, jnp.arange(self.depth))
-        return tokens.T, logits.swapaxes(0, 1)
+        _, (tokens, logits, sure) = jax.lax.scan(step, start, jnp.arange(self.depth))
+        return tokens.T, logits.swapaxes(0, 1), sure.T
 
-    def _line(self, tokens: Int[Array, "B D"], anchor: Int[Array, " B"], budget: Int[Array, " B"]) -> Tree:
-        """Returns the tree of one path."""
+    def _line(
+        self, tokens: Int[Array, "B D"], sure: Float[Array, "B D"], anchor: Int[Array, " B"], budget: Int[Array, " B"]
+    ) -> Tree:
+        """Returns the tree of one path, each token of which has a log-probability of its own."""
+        spine = jnp.cumsum(jnp.where(jnp.isnan(sure), -jnp.inf, sure), axis=1)
+        missing = max(self.rule.scored - 1 - self.depth, 0)
+        node = jnp.pad(spine[:, : self.rule.scored - 1], ((0, 0), (1, missing)), constant_values=-jnp.inf)
         at = jnp.broadcast_to(jnp.arange(self.nodes), (len(tokens), self.nodes))
         fitting = tokens[:, : self.nodes - 1]
         padded = jnp.pad(fitting, ((0, 0), (1, self.nodes - 1 - fitting.shape[1])))
-        return trees.cut((padded, at - 1, at, jnp.full(len(tokens), 1 + fitting.shape[1])), anchor, budget)
+        tree = trees.cut((padded, at - 1, at, jnp.full(len(tokens), 1 + fitting.shape[1])), anchor, budget)
+        return tree._replace(scores=Scores(node.at[:, 0].set(0.0), spine))
 
     def _module(self, params) -> DSpark:
         return nnx.merge(self.graphdef, nnx.State(params))

@@ -9,7 +9,7 @@ head has an lm_head of its own, over the tokens that are frequent in its trainin
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax.backends.xla import PLAIN_XLA, XLA
+from jetspec_jax.drafts import waiting
 from jetspec_jax.drafts.eagle3_files import Eagle3Config
 from jetspec_jax.layers import cache as kv_cache
 from jetspec_jax.layers import rope, vocabulary
@@ -116,6 +117,8 @@ class Eagle3Draft:
     backend: XLA = PLAIN_XLA
     window: int = 0
 
+    scored: ClassVar[bool] = True
+
     def __post_init__(self):
         if not 1 <= self.depth <= self.config.depth:
             raise ConfigError(f"depth={self.depth}: this head drafts 1..{self.config.depth} positions a round")
@@ -131,7 +134,7 @@ class Eagle3Draft:
         return self.config.tap_layers
 
     def shaped(self, rule: Rule, depth: int) -> Eagle3Draft:
-        width = min(rule.width or WIDTH, rule.nodes - 1, self.config.draft_vocab_size)
+        width = min(rule.width or WIDTH, rule.scored - 1, self.config.draft_vocab_size)
         return dataclasses.replace(self, rule=dataclasses.replace(rule, width=max(width, 1)), depth=depth)
 
     def windowed(self, window: int) -> Eagle3Draft:
@@ -164,6 +167,24 @@ class Eagle3Draft:
         start = jnp.where(some, seen.start + last, state.start)
         return Eagle3State(context, start, jnp.where(some, 1, state.count), pending)
 
+    def room(self, state: Eagle3State) -> Int[Array, " B"]:
+        return state.pending.shape[1] - state.count
+
+    def wait(self, state: Eagle3State, seen: Seen) -> Eagle3State:
+        return state._replace(pending=waiting.added(state.pending, state.count, seen), count=state.count + seen.count)
+
+    def absorb(self, params, state: Eagle3State, tokens: Int[Array, "B S"], ends: Ends) -> Eagle3State:
+        """The last row goes on waiting: it drafts, and the token after it may be to come."""
+        head = self._module(params)
+        rows, _, at = self._rows(head, state.pending, state.start, tokens, ends)
+        (context,) = kv_cache.write((state.context,), (head.layer.context_kv(rows, head.angles(at)),), state.start)
+        last = jnp.maximum(state.count - 1, 0)
+        row = jnp.take_along_axis(state.pending, last[:, None, None], 1)
+        return Eagle3State(context, state.start + last, state.count - last, state.pending.at[:, :1].set(row))
+
+    def resized(self, state: Eagle3State, rows: int) -> Eagle3State:
+        return state._replace(pending=waiting.resized(state.pending, rows))
+
     def propose(self, params, state: Eagle3State, choice: Choice, budget, ends: Ends) -> tuple[Tree, Eagle3State]:
         head = self._module(params)
         rows, feature, at = self._rows(head, state.pending, state.start, choice.past.tokens, ends)
@@ -192,8 +213,8 @@ class Eagle3Draft:
             return token, best - vocabulary.log_total(ranked), scored
 
         width = self.rule.candidates
-        grown = trees.levels(children, first, choice.anchor, self.nodes, self.depth, width)
-        tree = trees.cut(grown, choice.anchor, budget)
+        grown, scores = trees.levels(children, first, choice.anchor, self.rule.scored, self.depth, width)
+        tree = trees.cut(trees.first(grown, self.nodes), choice.anchor, budget)._replace(scores=scores)
         return tree, Eagle3State(context, length, jnp.zeros_like(state.count), state.pending)
 
     def _rows(self, head: Eagle3, features, start, tokens, ends: Ends) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -11,7 +11,7 @@ acceptance, and the tokens say nothing. A real head may run inside, for its cost
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +112,8 @@ class Synthetic:
     rule: Rule
     inner: Any = None
 
+    scored: ClassVar[bool] = True
+
     @property
     def nodes(self) -> int:
         return self.rule.nodes
@@ -129,6 +131,18 @@ class Synthetic:
 
     def extend(self, params, state, seen: Seen, ends: Ends):
         return self.inner.extend(params["inner"], state, seen, ends) if self.inner else None
+
+    def room(self, state):
+        return self.inner.room(state)
+
+    def wait(self, state, seen: Seen):
+        return self.inner.wait(state, seen)
+
+    def absorb(self, params, state, tokens, ends: Ends):
+        return self.inner.absorb(params["inner"], state, tokens, ends)
+
+    def resized(self, state, rows: int):
+        return self.inner.resized(state, rows)
 
     def propose(self, params, state, choice: Choice, budget: Int[Array, " B"], ends: Ends) -> tuple[Tree, Any]:
         length = choice.past.length

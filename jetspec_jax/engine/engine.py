@@ -10,6 +10,7 @@ results = engine.results()
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,12 +20,14 @@ import jax.numpy as jnp
 
 from jetspec_jax.engine import requests
 from jetspec_jax.engine.geometry import Geometry
+from jetspec_jax.engine.pacing import UNBOUND, Pacer
 from jetspec_jax.engine.programs import program
 from jetspec_jax.engine.rows import Result, Row
 from jetspec_jax.files import pair
 from jetspec_jax.files.pair import LoadedHead, LoadedTarget
 from jetspec_jax.loop.decoder import Decoder, insert, prefill, prefill_recorded, rounds, step_recorded
 from jetspec_jax.loop.state import LENGTH, TEXT, Round, State
+from jetspec_jax.options import AUTO
 
 STOP_ROUNDS = 8  # between two looks for stop strings
 FIRST_ROUNDS = 4  # of a batch whose pace is not known yet
@@ -45,6 +48,7 @@ class Engine:
         decoder: Decoder,
         geometry: Geometry,
         settings: dict[str, Any] | None = None,
+        pacer: Pacer | None = None,
     ):
         """Makes an engine without rows.
 
@@ -53,7 +57,8 @@ class Engine:
           head: what `load_head` returns; None where `decoder` decodes plainly.
           decoder: the static loop.
           geometry: its sizes.
-          settings: what results say of the run, beside what the engine knows.
+          settings: what results say of the run, beside what the engine knows. A `prune` among them holds for all rows.
+          pacer: chooses how many nodes rounds verify; None is always those of `decoder`, its largest.
         """
         self.target, self.head, self.decoder, self.geometry = target, head, decoder, geometry
         self.rows: list[Row | None] = [None] * geometry.batch
@@ -62,7 +67,7 @@ class Engine:
         self._state: State | None = None
         self._params = {"target": target.params, "draft": head.params if head else None}
         self._request: Any = None  # of the first admission, whose logits can be asked for
-        self._pace = FIRST_ROUNDS
+        self._pace, self.pacer = FIRST_ROUNDS, pacer
         self._settings = {
             "rows": decoder.nodes,
             "depth": decoder.depth,
@@ -105,22 +110,31 @@ class Engine:
             sizes = dataclasses.replace(self.geometry, prompt=max(least, *(one.prompt for one in fitted)))
             self._request = self._arrays(new, sizes)
             self.state = self._prefilled(self._request)
+            if self.pacer:
+                self.pacer.prepare(self._params, self.state)
+                self.seconds["compile"] += self.pacer.seconds
         else:
             for slot, row, one in zip(free, new, fitted, strict=True):
                 fresh = self._prefilled(self._arrays([row], one))
                 args = self.state, jnp.int32(slot), fresh
                 self.state = self._program(insert, *args, donate=(0,))(*args)
+            if self.pacer:
+                running = sum(row is not None for row in self.rows)
+                self.pacer.admitted(self.state, len(free) / max(running + len(free), 1))
         for slot, row in zip(free, new, strict=True):
             self.rows[slot] = row
         self._read()
         return free
 
     def advance(self, n: int) -> None:
-        """Runs at most n rounds in one launch."""
-        args = self._params, self.state, jnp.int32(n)
-        run = self._program(rounds, *args, donate=(1,))
+        """Runs at most n rounds in one launch; fewer where the pacer has chosen for fewer."""
+        if self.pacer:
+            run = functools.partial(self.pacer.advance, self._params, self.state, n)
+        else:
+            args = self._params, self.state, jnp.int32(n)
+            run = functools.partial(self._program(rounds, *args, donate=(1,)), *args)
         begin = time.perf_counter()
-        self.state = jax.block_until_ready(run(*args))
+        self.state = jax.block_until_ready(run())
         spent = time.perf_counter() - begin
         self.seconds["decode"] += spent
         self._pace = max(1, min(self.decoder.capacity, int(n * BLOCK_SECONDS / max(spent, 1e-6))))
@@ -129,7 +143,8 @@ class Engine:
     def pace(self) -> int:
         """Returns how many rounds one launch should have: about a second, fewer where stop strings are awaited."""
         awaited = any(row is not None and row.text is not None for row in self.rows)
-        return min(self._pace, STOP_ROUNDS) if awaited else self._pace
+        usual = self.pacer.rounds() if self.pacer else self._pace
+        return min(usual, STOP_ROUNDS) if awaited else usual
 
     def finish(self) -> list[Result]:
         """Advances to the end of every row, and returns the results."""
@@ -139,7 +154,13 @@ class Engine:
 
     def record(self) -> Round:
         """Runs one round and returns what it did, beside the state."""
-        return self.run(step_recorded)
+        if not self.pacer:
+            return self.run(step_recorded)
+        begin = time.perf_counter()
+        self.state, value = self.pacer.record(self._params, self.state)
+        self.seconds["decode"] += time.perf_counter() - begin
+        self._read()
+        return value
 
     def run(self, function, *rest) -> Any:
         """Runs a program of (decoder, params, state, *rest) that returns (state, value); gives the value."""
@@ -188,14 +209,19 @@ class Engine:
         dtype = str(self.target.dtype)
         ended = [(slot, row) for slot, row in enumerate(self.rows) if row is not None and state.reason[slot]]
         results = [row.result(state, slot, self.seconds, self._settings, dtype) for slot, row in ended]
+        if self.pacer:
+            self.pacer.remember()
         if self.decoder.depth:
-            total = sum(r.rounds for r in results)
-            verified = sum(sum(r.accept_lengths) for r in results)
+            drafted = [n for r in results for n, size in zip(r.accept_lengths, r.tree_sizes, strict=True) if size > 1]
+            total, verified = len(drafted), sum(drafted)
             pair.note_acceptance(self.target, self.head, total, verified / max(total, 1))
         return results
 
     def _arrays(self, new: Sequence[Row], geometry: Geometry):
-        return requests.arrays([r.ids for r in new], [r.option for r in new], [r.budget for r in new], geometry)
+        budgets = [UNBOUND if r.budget == AUTO else int(r.budget) for r in new]
+        request = requests.arrays([r.ids for r in new], [r.option for r in new], budgets, geometry)
+        least = self._settings.get("prune", 0.0)
+        return request._replace(least=jnp.full(geometry.batch, least, jnp.float32)) if least else request
 
     def _prefilled(self, request) -> State:
         run = self._program(prefill, self._params, request)

@@ -39,13 +39,13 @@ class Result:
 class Row:
     """A request in flight: its prompt, its resolved options, and its text where somebody must read it on the way."""
 
-    def __init__(self, ids: list[int], option: SamplingConfig, budget: int, tokenizer=None, watch: bool = False):
+    def __init__(self, ids: list[int], option: SamplingConfig, budget: int | str, tokenizer=None, watch: bool = False):
         """Makes a row that has not been admitted.
 
         Args:
           ids: tokens of the prompt.
           option: resolved options.
-          budget: tree nodes of its rounds.
+          budget: tree nodes of its rounds, or "auto".
           tokenizer: of the target, or None.
           watch: whether the text is kept up to date, as streaming needs it; stop strings need it anyhow.
         """

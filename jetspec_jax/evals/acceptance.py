@@ -135,8 +135,14 @@ LINE = command.Line(
         command.HEAD,
         command.DTYPE,
         command.BACKEND,
-        dataclasses.replace(_several(command.TREE["budget"]), default=(64,), help="Tree nodes, root included."),
-        *(option for name, option in command.TREE.items() if name in ("width", "depth", "builder", "window")),
+        dataclasses.replace(
+            _several(command.TREE["budget"]), default=(64,), help="Tree nodes, root included, or auto."
+        ),
+        *(
+            option
+            for name, option in command.TREE.items()
+            if name in ("width", "depth", "builder", "window", "rule", "prune")
+        ),
         _several(command.TREE["sharpness"]),
         _several(command.SAMPLING["temperature"]),
         *command.sampling("temperature", "stop", "include_stop_text", "logprobs"),

@@ -40,7 +40,7 @@ from jetspec_jax.evals.ledger import Key, Ledger, Request
 from jetspec_jax.fields import ConfigError, Option
 from jetspec_jax.files import checkpoint, demo, load, pair
 from jetspec_jax.files import prompts as prompt_files
-from jetspec_jax.options import SamplingConfig
+from jetspec_jax.options import AUTO, SamplingConfig
 
 TIE = 1e-4  # of the logits' standard deviation: rounding of float32
 
@@ -148,7 +148,7 @@ def _prompt(
                 key = Key(part.name, prompt.place, sampling.temperature, entry.cell)
                 plain = book.get(key._replace(cell=drafters.NO_DRAFT.cell))  # None for plain decoding itself
                 parts = None
-                if task.lost and entry.tree is not None:
+                if task.lost and entry.tree is not None and entry.tree.budget != AUTO:
                     parts = lost.split(task.target, entry.head, prompt.ids, entry.tree, sampling, part.room)
                 where, asked = (book.session, key), (entry, prompt, sampling)
                 book.add(_request(task.target, task.run_code, where, asked, runs[entry.cell], plain, parts))
@@ -246,8 +246,8 @@ LINE = command.Line(
         Option("drafters", "text", f"Drafters, METHOD or METHOD=HEAD_FOLDER of {', '.join(drafters.METHODS)}; plain "
                "decoding is always there. A head may be left out with the demo target.", ("jetspec", "ngram"),
                many=True, metavar="METHOD[=HEAD]"),
-        Option("budgets", "whole", "Nodes of the trees. Default: 8 on a CPU, else 64.", (), low=2,
-               high=drafters.methods.MAX_BUDGET, many=True),
+        Option("budgets", "whole", "Nodes of the trees; auto: what pays best. Default: 8 on a CPU, else 64.", (), low=2,
+               high=drafters.methods.MAX_BUDGET, many=True, choices=(AUTO,)),
         Option("temperatures", "number", "Temperatures.", (0.0,), high=1e30, many=True),
         *command.sampling("temperature", "logprobs"),
         command.DTYPE,

@@ -8,8 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from jetspec_jax import methods
 from jetspec_jax.command import UsageError
+from jetspec_jax.engine import pacing
 from jetspec_jax.fields import shown
 from jetspec_jax.methods import METHODS
 from jetspec_jax.options import TreeConfig
@@ -30,7 +33,10 @@ class Named(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """What is compared. shape: "plain", "chain" or "tree". nodes: verified a round, the root included."""
+    """What is compared.
+
+    shape: "plain", "chain", "tree" or "auto". nodes: verified a round, the root included; the most that auto may take.
+    """
 
     drafter: str
     method: str
@@ -38,7 +44,8 @@ class Cell(NamedTuple):
     nodes: int
 
     def __str__(self) -> str:
-        return "plain decoding" if self.shape == "plain" else f"{self.drafter} {self.shape} {self.nodes}"
+        words = {"plain": "plain decoding", "auto": f"{self.drafter} auto"}
+        return words.get(self.shape, f"{self.drafter} {self.shape} {self.nodes}")
 
 
 class Entry(NamedTuple):
@@ -120,11 +127,12 @@ def load(named: Sequence[Named], target, demo: bool) -> list[tuple[Named, Any]]:
     return found
 
 
-def entries(loaded: Sequence[tuple[Named, Any]], budgets: Sequence[int]) -> list[Entry]:
+def entries(loaded: Sequence[tuple[Named, Any]], budgets: Sequence[int | str]) -> list[Entry]:
     """Returns every cell of a comparison, plain decoding first, then each tree with its drafter's own chain after it.
 
-    A chain has as many nodes as the tree beside it, or as many as its drafter can draft; it stands once where several
-    trees share it. A method whose tree is a chain has that alone.
+    Trees of the budget "auto" stand alone, for drafters that have such. A chain has as many nodes as the tree beside
+    it, or as many as its drafter can draft; it stands once where several trees share it. A method whose tree is a chain
+    has that alone.
     """
     found = [NO_DRAFT]
     for one, head in loaded:
@@ -135,6 +143,11 @@ def entries(loaded: Sequence[tuple[Named, Any]], budgets: Sequence[int]) -> list
             continue
         for budget in budgets:
             tree = method.tree(TreeConfig(budget), head)
+            if isinstance(budget, str):
+                if getattr(head.draft, "scored", False):
+                    most = max(pacing.SIZES[jax.default_backend()])
+                    found.append(Entry(Cell(one.label, one.method, "auto", most), head, tree))
+                continue
             found.append(Entry(Cell(one.label, one.method, "tree", budget), head, tree))
             line, narrow = methods.chain(one.method, budget, head)
             entry = Entry(Cell(one.label, one.method, "chain", int(line.budget or 0)), narrow, line)

@@ -20,7 +20,7 @@ from jetspec_jax.fields import ConfigError, Fields, shown
 from jetspec_jax.files import text
 from jetspec_jax.options import MAX_BUDGET
 
-SHAPES = ("plain", "chain", "tree")
+SHAPES = ("plain", "chain", "tree", "auto")
 VERDICTS = ("plain", "equal", "tie", "differs")
 KIND = "jetspec comparison"
 MANY = 2.0**53

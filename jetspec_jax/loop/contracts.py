@@ -95,7 +95,8 @@ class Ends(NamedTuple):
 class Draft(Protocol):
     """Pure functions of a drafter; hashable, parameters and state are passed in.
 
-    State is the family's own pytree, with rows along axis 0 of every leaf.
+    State is the family's own pytree, with rows along axis 0 of every leaf. Where its trees have `scores`, the class
+    says so (`scored = True`): budgets can then follow them, and improbable nodes be left out.
     """
 
     @property
@@ -121,3 +122,24 @@ class Draft(Protocol):
 
     def propose(self, params, state, choice: Choice, budget: Int[Array, " B"], ends: Ends) -> tuple[Tree, Any]:
         """Returns the tree of the next round, cut to each row's budget, and the state after it."""
+
+
+@runtime_checkable
+class Pausing(Protocol):
+    """What a draft that reads features is asked beside `Draft`, so that plain steps may come between its rounds.
+
+    Rows that it has seen wait in its state until a pass over them is worth it. Its own round takes in those that the
+    round before has left, and `absorb` what plain steps have left.
+    """
+
+    def room(self, state) -> Int[Array, " B"]:
+        """Returns how many more rows may wait."""
+
+    def wait(self, state, seen: Seen) -> Any:
+        """Keeps the rows of a committed path for later, after those that wait; there must be room."""
+
+    def absorb(self, params, state, tokens: Int[Array, "B S"], ends: Ends) -> Any:
+        """Takes in the rows that wait, so that there is room for at least one, and as many as a round's path has."""
+
+    def resized(self, state, rows: int) -> Any:
+        """Returns the state with room for so many rows in all; no more than that may wait."""

@@ -114,6 +114,7 @@ def prefill_recorded(decoder: Decoder, params: dict, request: Request) -> tuple[
         tree_sizes=records,
         emitted=records,
         logprobs=jnp.zeros(records.shape) if decoder.logprobs else None,
+        least=request.least,
     )
     choice = decoder.choice(state, 0)
     root = trees.root(choice.anchor)
@@ -199,6 +200,8 @@ def step_recorded(decoder: Decoder, params: dict, state: State) -> tuple[State, 
     past = state.length - 1
     choice = decoder.choice(state, decoder.depth)
     tree, drafting = draft.propose(params["draft"], state.draft, choice, state.budget, ends)
+    if state.least is not None and tree.scores is not None:
+        tree = trees.prune(tree, state.least)
 
     ancestors = masks.ancestors(tree.parents, decoder.depth)
     positions = past[:, None] + tree.depths

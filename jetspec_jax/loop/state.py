@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jetspec_jax.layers.cache import Cache
 from jetspec_jax.loop.processors import Past, Sampling
@@ -25,6 +25,7 @@ class Request(NamedTuple):
     budget: Int[Array, " B"]
     sampling: Sampling
     eos: Int[Array, "B n"]  # padded with -1
+    least: Float[Array, " B"] | None = None  # probability of a path under which nodes are not verified; None is 0
 
 
 class State(NamedTuple):
@@ -45,6 +46,7 @@ class State(NamedTuple):
     tree_sizes: jax.Array  # [B, S] int32, per round
     emitted: jax.Array  # [B, S] int32, per round: tokens committed, after end token and limit
     logprobs: jax.Array | None  # [B, S] f32 beside `tokens`: of committed tokens, None where they are not recorded
+    least: jax.Array | None = None  # [B] f32, probability of a path under which nodes are not verified; None is 0
 
     @property
     def done(self) -> jax.Array:

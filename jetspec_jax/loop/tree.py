@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jetspec_jax.layers import vocabulary
+from jetspec_jax.layers import masks, vocabulary
 from jetspec_jax.options import SHARPNESS
 
 # Tokens (the root's has no meaning), parents, depths [B, T], and the number of nodes [B].
@@ -53,17 +53,32 @@ class Rule:
     builder: `best_first` or `accum_logp`.
     width: candidates of a depth, or children of a node; 0 is what is usual for the builder, or for the draft's family.
     sharpness: of the scores under the noise of sampled rows; 0 leaves the noise out.
+    grown: nodes that are scored, the root included; 0 is `nodes`. Those after `nodes` are not verified: they tell
+      what a larger tree would bring.
     """
 
     nodes: int
     builder: str = "best_first"
     width: int = 0
     sharpness: float = SHARPNESS
+    grown: int = 0
 
     @property
     def candidates(self) -> int:
         """`width`, or its builder's usual one."""
         return self.width or WIDTH[self.builder]
+
+    @property
+    def scored(self) -> int:
+        """G, nodes that are scored."""
+        return max(self.grown, self.nodes)
+
+
+class Scores(NamedTuple):
+    """How probable a draft takes paths to be, as logarithms (f32); -inf where there is no such path."""
+
+    node: jax.Array  # [B, G] of the path to each node that has grown, in the tree's order; 0 for the root
+    spine: jax.Array  # [B, D] of the most probable path of each depth
 
 
 class Tree(NamedTuple):
@@ -74,6 +89,7 @@ class Tree(NamedTuple):
     depths: jax.Array  # [B, T] int32
     size: jax.Array  # [B] int32, nodes in use
     logits: jax.Array | None = None  # [B, D, V] f32, of the draft, where it has any: for traces
+    scores: Scores | None = None  # None for drafts without probabilities
 
     def valid(self) -> jax.Array:
         """Returns [B, T], False for padding."""
@@ -104,16 +120,60 @@ def build(
     """
     if rule.nodes == 1:
         return root(anchor)
-    return cut((grower or grow)(rule.builder, candidates(rule, logits), rule.nodes), anchor, budget)
+    found = candidates(rule, logits)
+    grown = (grower or grow)(rule.builder, found, rule.scored)
+    return cut(first(grown, rule.nodes), anchor, budget)._replace(scores=scores(found, grown))
+
+
+def first(grown: Grown, nodes: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns the first `nodes` nodes of what has grown."""
+    *arrays, built = grown
+    tokens, parents, depths = (x[:, :nodes] for x in arrays)
+    return tokens, parents, depths, jnp.minimum(built, nodes)
 
 
 def cut(grown: Grown, anchor: Int[Array, " B"], budget: Int[Array, " B"]) -> Tree:
     """Returns the first `budget` nodes of what has grown, with the anchor as root and the rest as padding."""
     tokens, parents, depths, built = grown
-    size = jnp.clip(budget, 1, built)
-    inside = jnp.arange(tokens.shape[1]) < size[:, None]
-    tokens = jnp.where(inside, tokens.at[:, 0].set(anchor), 0)
-    return Tree(tokens, jnp.where(inside, parents, -1), jnp.where(inside, depths, 0), size)
+    tree = Tree(tokens.at[:, 0].set(anchor), parents, depths, built)
+    return _shortened(tree, jnp.clip(budget, 1, built))
+
+
+def prune(tree: Tree, least: Float[Array, " B"]) -> Tree:
+    """Returns the tree up to the first node whose path is less probable than `least` of its row; the root stays.
+
+    Where nodes come in the order of their probabilities, as in `best_first` trees, these are all nodes that are not.
+    """
+    assert tree.scores is not None  # callers refuse drafts without
+    probable = tree.scores.node[:, : tree.tokens.shape[1]] >= jnp.log(least)[:, None]
+    count = jnp.cumprod(probable.at[:, 0].set(True).astype(jnp.int32), axis=1).sum(1)
+    return _shortened(tree, jnp.minimum(tree.size, count))
+
+
+def _shortened(tree: Tree, size: Int[Array, " B"]) -> Tree:
+    """Returns the tree's first `size` nodes, the rest as padding."""
+    inside = jnp.arange(tree.tokens.shape[1]) < size[:, None]
+    tokens, parents, depths = (
+        jnp.where(inside, x, fill) for x, fill in ((tree.tokens, 0), (tree.parents, -1), (tree.depths, 0))
+    )
+    return tree._replace(tokens=tokens, parents=parents, depths=depths, size=size)
+
+
+def scores(candidates: Candidates, grown: Grown) -> Scores:
+    """Returns how probable the paths of a tree are that has grown from rows shared by all parents (P = 1).
+
+    Whoever grew it, a node's own part is found by its token, which a depth's row holds once.
+    """
+    tokens, parents, depths, built = grown
+    shared = candidates.logp[:, :, 0]
+    level = jnp.maximum(depths - 1, 0)[..., None]
+    row, token = (jnp.take_along_axis(x, level, 1) for x in (shared, candidates.token))
+    own = jnp.where(token == tokens[..., None], row, -jnp.inf).max(-1)
+    own = jnp.where(depths == 0, 0.0, own)
+    above = masks.ancestors(parents, shared.shape[1])
+    path = jnp.where(above, own[:, None, :], 0.0).sum(-1)
+    there = jnp.arange(tokens.shape[1]) < built[:, None]
+    return Scores(jnp.where(there, path, -jnp.inf), jnp.cumsum(shared[:, :, 0], axis=1))
 
 
 def candidates(rule: Rule, logits: Float[Array, "B D V"]) -> Candidates:
@@ -122,7 +182,7 @@ def candidates(rule: Rule, logits: Float[Array, "B D V"]) -> Candidates:
     A NaN row scores -inf and drops out of the tree: a broken draft may cost speed, never an output.
     """
     # A node can use no more children than the tree has nodes.
-    width = min(rule.candidates, rule.nodes - 1, logits.shape[-1])
+    width = min(rule.candidates, rule.scored - 1, logits.shape[-1])
     top, token = vocabulary.top_k(logits, width)
     logp = top - vocabulary.log_total(logits)
     return Candidates(token, jnp.where(jnp.isnan(logp), -jnp.inf, logp)[:, :, None])
@@ -147,7 +207,9 @@ class Frontier(NamedTuple):
     parent: jax.Array  # [B, F] int32, place of its parent among the nodes that were expanded before
 
 
-def levels(children: Children, carry: Any, anchor: Int[Array, " B"], nodes: int, depth: int, frontier: int) -> Grown:
+def levels(
+    children: Children, carry: Any, anchor: Int[Array, " B"], nodes: int, depth: int, frontier: int
+) -> tuple[Grown, Scores]:
     """Grows trees level by level for drafts whose candidates depend on the path (EAGLE-2's dynamic tree).
 
     At each level the best `frontier` nodes are expanded, by the sum of log-probabilities along their paths; of all
@@ -162,6 +224,9 @@ def levels(children: Children, carry: Any, anchor: Int[Array, " B"], nodes: int,
       nodes: T, the root included.
       depth: longest path.
       frontier: nodes F that are expanded at a level.
+
+    Returns:
+      What has grown, for `cut`, and how probable its paths are.
     """
     at = Frontier(anchor[:, None], jnp.zeros_like(anchor)[:, None])
     score, above = jnp.zeros(at.token.shape), jnp.full(at.token.shape, -1)
@@ -188,12 +253,14 @@ def levels(children: Children, carry: Any, anchor: Int[Array, " B"], nodes: int,
     origin = take(origins, order)
     parents = jnp.where(origin < 0, 0, take(rank, jnp.maximum(origin, 0)))
     pad = ((0, 0), (1, nodes - 1 - count))
-    return (
+    grown = (
         jnp.pad(take(tokens, order), pad),
         jnp.pad(parents, pad, constant_values=-1),
         jnp.pad(take(depths, order), pad),
         1 + jnp.isfinite(best).sum(1),
     )
+    node = jnp.pad(best, pad, constant_values=-jnp.inf).at[:, 0].set(0.0)
+    return grown, Scores(node, jnp.stack([score[:, 0] for _, score, *_ in pool], 1))
 
 
 def _best_first(logp: Float[Array, "D W"], token: Int[Array, "D W"], nodes: int):
@@ -247,7 +314,7 @@ def _best_first_of_table(candidates: Candidates, nodes: int) -> Grown:
         row = at.token if level else jnp.zeros_like(at.token)
         return place[:, : row.shape[1]], jnp.take_along_axis(logp[:, level], row[..., None], 1), carry
 
-    grown = levels(children, None, jnp.zeros(batch, jnp.int32), nodes, depth, nodes - 1)
+    grown, _ = levels(children, None, jnp.zeros(batch, jnp.int32), nodes, depth, nodes - 1)
     flat = (jnp.maximum(grown[2] - 1, 0) * width + grown[0]).astype(jnp.int32)
     tokens = jnp.take_along_axis(token.reshape(batch, -1), flat, 1)
     return (jnp.where(grown[2] > 0, tokens, 0), *grown[1:])

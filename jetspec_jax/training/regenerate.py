@@ -308,7 +308,7 @@ LINE = command.Line(
         command.DTYPE,
         command.BACKEND,
         dataclasses.replace(command.HEAD, help="A head that makes it faster: a folder or a hub id."),
-        dataclasses.replace(command.TREE["budget"], default=32, help="Tree nodes with --head."),
+        dataclasses.replace(command.TREE["budget"], default=32, help="Tree nodes with --head.", choices=()),
         command.THINKING,
         dataclasses.replace(command.MAX_PROMPT_TOKENS, help="Longer prompts are not asked."),
         dataclasses.replace(command.SAMPLING["max_new_tokens"], low=1),
