@@ -387,3 +387,25 @@ def test_pruning_leaves_out_what_is_less_probable_and_nothing_else(seed, least):
     assert nodes(pruned) == [nodes(whole)[0], *kept[1:]]
     assert nodes(pruned, 1) == nodes(whole, 1)
     check_padding(pruned, 0)
+
+
+def test_rows_that_a_parent_adds_to_are_distributions():
+    """Against the softmax of the whole vocabulary with the bias on the candidates alone."""
+    draw = np.random.default_rng(1)
+    logits = draw.standard_normal((2, 3, 11)).astype(np.float32) * 3
+    found = tree.candidates(tree.Rule(6, width=4), jnp.asarray(logits))
+    bias = draw.standard_normal((2, 3, 4, 4)).astype(np.float32)
+    bias[0, 1, 2] = 0
+    got = jax.device_get(jax.jit(tree.conditioned)(found, bias))
+    token, row = np.asarray(found.token), np.asarray(found.logp[:, :, 0])
+    for b, d, p in np.ndindex(2, 3, 4):
+        raised = logits[b, d].astype(np.float64)
+        raised[token[b, d]] += bias[b, d, p]
+        whole = raised - np.log(np.exp(raised).sum())
+        np.testing.assert_allclose(got.logp[b, d, p], whole[token[b, d]], atol=2e-6)
+    assert (got.logp[0, 1, 2] == row[0, 1]).all()  # nothing is added: the shared row itself
+    all_of_it = tree.candidates(tree.Rule(12, width=11), jnp.asarray(logits))
+    got = jax.device_get(jax.jit(tree.conditioned)(all_of_it, np.ones((2, 3, 11, 11), np.float32)))
+    np.testing.assert_allclose(np.exp(got.logp).sum(-1), 1, atol=1e-5)
+    broken = found._replace(logp=found.logp.at[0, 0].set(-jnp.inf))
+    assert (np.asarray(tree.conditioned(broken, jnp.asarray(bias)).logp)[0, 0] == -np.inf).all()

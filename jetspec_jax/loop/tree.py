@@ -188,6 +188,25 @@ def candidates(rule: Rule, logits: Float[Array, "B D V"]) -> Candidates:
     return Candidates(token, jnp.where(jnp.isnan(logp), -jnp.inf, logp)[:, :, None])
 
 
+def conditioned(candidates: Candidates, bias: Float[Array, "B D W W"]) -> Candidates:
+    """Returns candidates with a row for each parent, out of a shared row and what each parent adds to it.
+
+    What is no candidate of a depth gets no bias and keeps its share of the shared row, so that each parent's row is a
+    distribution over the whole vocabulary again. Rows that add nothing are the shared row, bit for bit.
+
+    Args:
+      candidates: with a shared row (P = 1).
+      bias: in logits, of each candidate (last axis) after each one of the depth above.
+    """
+    row = candidates.logp[:, :, 0]
+    mass = jnp.exp(row).sum(-1)
+    rest = jnp.where(mass < 1, jnp.log1p(-jnp.minimum(mass, 1.0)), -jnp.inf)  # of all that is no candidate
+    raised = row[:, :, None] + bias
+    total = jnp.logaddexp(jax.nn.logsumexp(raised, axis=-1), rest[..., None])
+    adds = (bias != 0).any(-1, keepdims=True)
+    return Candidates(candidates.token, jnp.where(adds, raised - total[..., None], row[:, :, None]))
+
+
 def grow(builder: str, candidates: Candidates, nodes: int) -> Grown:
     """Returns tokens (the root's has no meaning), parents, depths and number of the first `nodes` nodes."""
     parents, width = candidates.logp.shape[2:]
