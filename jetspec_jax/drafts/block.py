@@ -17,14 +17,14 @@ from jaxtyping import Array, Float, Int
 
 from jetspec_jax.backends.xla import PLAIN_XLA, XLA
 from jetspec_jax.config import ConfigError, HeadConfig
-from jetspec_jax.drafts import waiting
+from jetspec_jax.drafts import scorer, waiting
 from jetspec_jax.layers import cache as kv_cache
 from jetspec_jax.layers import masks, vocabulary
 from jetspec_jax.layers.cache import Cache
 from jetspec_jax.layers.numerics import einsum, rms_norm
 from jetspec_jax.loop.choice import Choice
 from jetspec_jax.loop.contracts import Ends, Seen
-from jetspec_jax.loop.tree import Rule, Tree
+from jetspec_jax.loop.tree import Candidates, Rule, Tree
 from jetspec_jax.models.layer import Stack
 
 
@@ -108,6 +108,7 @@ class BlockDraft:
     window: committed tokens, the last ones, that the block looks back at; 0 is all. A head knows no distances that its
       training rows did not have.
     temperature: divides the logits of each depth before candidates are ranked (`evals/calibrate.py`); () is 1 for all.
+    rank: of the scorer among the parameters, by which a node's token tells on its children; 0: there is none.
     """
 
     config: HeadConfig
@@ -117,6 +118,7 @@ class BlockDraft:
     backend: XLA = PLAIN_XLA
     temperature: tuple[float, ...] = ()
     window: int = 0
+    rank: int = 0
 
     scored: ClassVar[bool] = True
     first: ClassVar[int] = 1  # slot that predicts the token after the anchor
@@ -172,10 +174,14 @@ class BlockDraft:
         return state._replace(pending=waiting.resized(state.pending, rows))
 
     def propose(self, params, state: HeadState, choice: Choice, budget, ends: Ends) -> tuple[Tree, HeadState]:
-        logits, state = self.logits(params, state, choice.anchor, choice.past.length, ends)
-        if self.temperature:
-            logits = logits / self._temperatures()[:, None]
-        return choice.tree(self.rule, logits, budget, self.backend.grow), state
+        hidden, state = self.hidden(params, state, choice.anchor, choice.past.length, ends)
+        cooled = lambda x: x / self._temperatures().reshape(-1, *[1] * (x.ndim - 2)) if self.temperature else x
+
+        def adds(found: Candidates):
+            return cooled(scorer.bias(params["scorer"], hidden, ends.embed(found.token)))
+
+        logits = cooled(ends.logits(hidden))
+        return choice.tree(self.rule, logits, budget, self.backend.grow, adds if self.rank else None), state
 
     def logits(
         self, params, state: HeadState, anchor: Int[Array, " B"], length: Int[Array, " B"], ends: Ends
@@ -220,7 +226,7 @@ class BlockDraft:
         return jnp.array(self.temperature[: self.depth], jnp.float32)
 
     def _module(self, params) -> Head:
-        return nnx.merge(self.graphdef, nnx.State(params))
+        return nnx.merge(self.graphdef, nnx.State({k: v for k, v in params.items() if k != "scorer"}))
 
 
 def build(

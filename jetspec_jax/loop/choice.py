@@ -20,7 +20,7 @@ from jetspec_jax.layers import vocabulary
 from jetspec_jax.loop import processors, verify
 from jetspec_jax.loop import tree as trees
 from jetspec_jax.loop.processors import Counts, Past, Sampling
-from jetspec_jax.loop.tree import Rule, Tree
+from jetspec_jax.loop.tree import Candidates, Rule, Tree
 from jetspec_jax.loop.verify import Accepted
 
 NOISE_SHARE = 0.7  # fitted on the demo pair at temperatures 0.7 and 1
@@ -68,7 +68,12 @@ class Choice(NamedTuple):
         return jnp.where(self.sampling.greedy[:, None, None], logits, ranked)
 
     def tree(
-        self, rule: Rule, logits: Float[Array, "B D V"], budget: Int[Array, " B"], grower: Callable | None = None
+        self,
+        rule: Rule,
+        logits: Float[Array, "B D V"],
+        budget: Int[Array, " B"],
+        grower: Callable | None = None,
+        adds: Callable[[Candidates], Float[Array, "B D W W"]] | None = None,
     ) -> Tree:
         """Builds the tree of a draft that gives one row of logits a depth.
 
@@ -77,9 +82,18 @@ class Choice(NamedTuple):
           logits: of the draft, as they are.
           budget: nodes of each row, the root included.
           grower: what computes `tree.grow`.
+          adds: what each candidate adds to the logits of its children, as they are; None is nothing.
         """
         ranked = self.foresee(logits, rule.sharpness)
-        return trees.build(rule, ranked, self.anchor, budget, grower)._replace(logits=logits)
+        scaled = (lambda found: self._sharpened(adds(found), rule.sharpness)) if adds else None
+        return trees.build(rule, ranked, self.anchor, budget, grower, scaled)._replace(logits=logits)
+
+    def _sharpened(self, bias: Float[Array, "B D W W"], sharpness: float) -> Float[Array, "B D W W"]:
+        """Returns what is added to logits as `foresee` would have ranked them with it."""
+        if self.noise is None or not sharpness:
+            return bias
+        cold = self.sampling.greedy[:, None, None, None]
+        return jnp.where(cold, bias, sharpness * bias / self.sampling.scale[..., None])
 
     def accept(self, tree: Tree, ancestors: Bool[Array, "B T T"], logits: Float[Array, "B T V"]) -> Accepted:
         """Finds the path on which the target agrees, and the tokens that it commits.

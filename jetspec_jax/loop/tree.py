@@ -108,6 +108,7 @@ def build(
     anchor: Int[Array, " B"],
     budget: Int[Array, " B"],
     grower: Callable | None = None,
+    adds: Callable[[Candidates], Float[Array, "B D W W"]] | None = None,
 ) -> Tree:
     """Builds a tree of at most `rule.nodes` nodes out of one row of logits a depth.
 
@@ -117,10 +118,12 @@ def build(
       anchor: tokens of the roots.
       budget: nodes of each row's tree; it counts the root, as `rule.nodes` does.
       grower: what computes `grow`; None is the function below.
+      adds: what each parent adds to the logits of its children, of the candidates; None is nothing.
     """
     if rule.nodes == 1:
         return root(anchor)
     found = candidates(rule, logits)
+    found = conditioned(found, adds(found)) if adds else found
     grown = (grower or grow)(rule.builder, found, rule.scored)
     return cut(first(grown, rule.nodes), anchor, budget)._replace(scores=scores(found, grown))
 
@@ -160,20 +163,37 @@ def _shortened(tree: Tree, size: Int[Array, " B"]) -> Tree:
 
 
 def scores(candidates: Candidates, grown: Grown) -> Scores:
-    """Returns how probable the paths of a tree are that has grown from rows shared by all parents (P = 1).
+    """Returns how probable the paths of a tree are that has grown from candidates.
 
     Whoever grew it, a node's own part is found by its token, which a depth's row holds once.
     """
     tokens, parents, depths, built = grown
-    shared = candidates.logp[:, :, 0]
-    level = jnp.maximum(depths - 1, 0)[..., None]
-    row, token = (jnp.take_along_axis(x, level, 1) for x in (shared, candidates.token))
-    own = jnp.where(token == tokens[..., None], row, -jnp.inf).max(-1)
-    own = jnp.where(depths == 0, 0.0, own)
-    above = masks.ancestors(parents, shared.shape[1])
-    path = jnp.where(above, own[:, None, :], 0.0).sum(-1)
+    batch, depth, rows, width = candidates.logp.shape
+    level = jnp.maximum(depths - 1, 0)
+    is_token = jnp.take_along_axis(candidates.token, level[..., None], 1) == tokens[..., None]
+    place = jnp.argmax(is_token, -1)
+    above = jnp.take_along_axis(place, jnp.maximum(parents, 0), 1) if rows > 1 else jnp.zeros_like(place)
+    row = jnp.where(depths > 1, above, 0)
+    flat = (level * rows + row) * width + place
+    own = jnp.take_along_axis(candidates.logp.reshape(batch, -1), flat, 1)
+    own = jnp.where(depths == 0, 0.0, jnp.where(is_token.any(-1), own, -jnp.inf))
+    path = jnp.where(masks.ancestors(parents, depth), own[:, None, :], 0.0).sum(-1)
     there = jnp.arange(tokens.shape[1]) < built[:, None]
-    return Scores(jnp.where(there, path, -jnp.inf), jnp.cumsum(shared[:, :, 0], axis=1))
+    return Scores(jnp.where(there, path, -jnp.inf), _spine(candidates.logp))
+
+
+def _spine(logp: Float[Array, "B D P W"]) -> Float[Array, "B D"]:
+    """Returns how probable the most probable path of each depth is."""
+    if logp.shape[2] == 1:
+        return jnp.cumsum(logp[:, :, 0, 0], axis=1)
+
+    def deeper(best, rows):
+        best = (best[:, :, None] + rows).max(1)
+        return best, best.max(-1)
+
+    first = logp[:, 0, 0]
+    _, rest = jax.lax.scan(deeper, first, logp[:, 1:].swapaxes(0, 1))
+    return jnp.concatenate([first.max(-1)[:, None], rest.T], 1)
 
 
 def candidates(rule: Rule, logits: Float[Array, "B D V"]) -> Candidates:
@@ -204,7 +224,8 @@ def conditioned(candidates: Candidates, bias: Float[Array, "B D W W"]) -> Candid
     raised = row[:, :, None] + bias
     total = jnp.logaddexp(jax.nn.logsumexp(raised, axis=-1), rest[..., None])
     adds = (bias != 0).any(-1, keepdims=True)
-    return Candidates(candidates.token, jnp.where(adds, raised - total[..., None], row[:, :, None]))
+    logp = jnp.where(adds, raised - total[..., None], row[:, :, None])
+    return Candidates(candidates.token, jnp.where(jnp.isnan(logp), -jnp.inf, logp))
 
 
 def grow(builder: str, candidates: Candidates, nodes: int) -> Grown:
