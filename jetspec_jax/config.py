@@ -139,7 +139,10 @@ class Sizes(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class HeadConfig:
-    """A JetSpec or DFlash draft head: a small stack without embedding and lm_head (both borrowed from the target)."""
+    """A JetSpec or DFlash draft head: a small stack without embedding and lm_head (both borrowed from the target).
+
+    scorer_rank: of the scorer beside it (`drafts/scorer.py`), which no published file has; 0: there is none.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -158,6 +161,7 @@ class HeadConfig:
     causal: bool
     dtype: str | None = None
     rope_scaling: RopeScaling | None = None
+    scorer_rank: int = 0
 
     moe = None  # a head is dense; `models.layer.Layer` reads these two of any configuration
     qk_norm = True

@@ -45,10 +45,10 @@ def _exact(tree: TreeConfig, head) -> TreeConfig:
 
 SHAPED = ("budget", "width", "tree")
 NO_DRAFT = (
-    "head", "budget", "width", "depth", "tree", "sharpness", "window", "budget_rule", "prune", "trace", "show_tree",
-    "tree_svg", "compare",
+    "head", "budget", "width", "depth", "tree", "sharpness", "window", "scorer", "budget_rule", "prune", "trace",
+    "show_tree", "tree_svg", "compare",
 )  # fmt: skip
-LOOKED_UP = ("head", "width", "tree", "sharpness", "window", "budget_rule", "prune")
+LOOKED_UP = ("head", "width", "tree", "sharpness", "window", "scorer", "budget_rule", "prune")
 METHODS = {  # the first of a family's that draws a tree is the one for options that ask for a tree
     "jetspec": Method("a tree from a head's block", ("jetspec", "dflash"), _given, ()),
     "dflash": Method("the chain of a bidirectional head", ("dflash",), _chain, (*SHAPED, "budget_rule")),

@@ -77,6 +77,11 @@ class TreeConfig:
         "How far sampled drafts trust the known noise. Changes the speed and never the output.",
         high=100.0, off="0 leaves the noise out",
     )  # fmt: skip
+    scorer: str = option(
+        "choice", "own",
+        "own: the scorer that a head may have beside it tells siblings' children apart; none: a depth's nodes share a "
+        "row.", choices=("own", "none"),
+    )  # fmt: skip
     rule: str = option(
         "choice", "best",
         "How auto chooses. best: the most tokens a second of all sizes; caddtree, cast: the rules of these papers, "

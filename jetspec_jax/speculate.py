@@ -274,6 +274,8 @@ def _draft(head, tree: TreeConfig, nodes: int, grown: int = 0):
         return PLAIN
     rule = Rule(nodes, tree.builder, tree.width or 0, float(tree.sharpness), grown)
     draft = head.draft.shaped(rule, min(tree.depth or head.draft.depth, nodes - 1))
+    if tree.scorer == "none" and hasattr(draft, "unscored"):
+        draft = draft.unscored()
     if tree.window is None:
         return draft
     if not hasattr(draft, "windowed"):

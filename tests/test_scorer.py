@@ -31,7 +31,7 @@ def scored(causal: bool = True, child: float = 1.0):
     head = tiny.head(causal)
     params = tiny.random_like(scorer.shapes(16, RANK, jnp.float32), 3)
     params["child"] = child * params["child"]
-    draft = dataclasses.replace(head.draft, rank=RANK)
+    draft = dataclasses.replace(head.draft, config=dataclasses.replace(head.config, scorer_rank=RANK))
     return dataclasses.replace(head, draft=draft, params=head.params | {"scorer": params})
 
 
@@ -111,6 +111,8 @@ def test_a_new_scorer_changes_no_tree(builder):
     other, _ = propose(bare.draft.shaped(rule, 4), bare.params)
     for a, b in zip(one[:4], other[:4], strict=True):
         np.testing.assert_array_equal(a, b)
+    alone, _ = propose(scored().draft.unscored().shaped(rule, 4), scored().params)
+    np.testing.assert_array_equal(alone.tokens, other.tokens)
     moved, _ = propose(scored().draft.shaped(rule, 4), scored().params)
     assert (moved.tokens != other.tokens).any()
 

@@ -108,7 +108,7 @@ class BlockDraft:
     window: committed tokens, the last ones, that the block looks back at; 0 is all. A head knows no distances that its
       training rows did not have.
     temperature: divides the logits of each depth before candidates are ranked (`evals/calibrate.py`); () is 1 for all.
-    rank: of the scorer among the parameters, by which a node's token tells on its children; 0: there is none.
+    alone: whether the scorer that the head has beside it is left out, so that all nodes of a depth share a row.
     """
 
     config: HeadConfig
@@ -118,7 +118,7 @@ class BlockDraft:
     backend: XLA = PLAIN_XLA
     temperature: tuple[float, ...] = ()
     window: int = 0
-    rank: int = 0
+    alone: bool = False
 
     scored: ClassVar[bool] = True
     first: ClassVar[int] = 1  # slot that predicts the token after the anchor
@@ -181,7 +181,9 @@ class BlockDraft:
             return cooled(scorer.bias(params["scorer"], hidden, ends.embed(found.token)))
 
         logits = cooled(ends.logits(hidden))
-        return choice.tree(self.rule, logits, budget, self.backend.grow, adds if self.rank else None), state
+        return choice.tree(
+            self.rule, logits, budget, self.backend.grow, adds if self.config.scorer_rank and not self.alone else None
+        ), state
 
     def logits(
         self, params, state: HeadState, anchor: Int[Array, " B"], length: Int[Array, " B"], ends: Ends
@@ -218,6 +220,10 @@ class BlockDraft:
         """Returns the draft with a temperature for each position of the whole block; () takes them out."""
         return dataclasses.replace(self, temperature=temperature)
 
+    def unscored(self) -> BlockDraft:
+        """Returns the draft without its scorer."""
+        return dataclasses.replace(self, alone=True)
+
     def windowed(self, window: int) -> BlockDraft:
         """Returns the draft that looks back at so many committed tokens; 0 is all."""
         return dataclasses.replace(self, window=window)
@@ -242,4 +248,7 @@ def build(
       rule: how its scores become a tree; None is a tree of 64 nodes.
     """
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Head(config, dtype)))
-    return BlockDraft(config, depth or config.depth, rule or Rule(64), graphdef, backend), nnx.to_pure_dict(state)
+    shapes = nnx.to_pure_dict(state)
+    if config.scorer_rank:
+        shapes["scorer"] = scorer.shapes(config.hidden_size, config.scorer_rank, dtype)
+    return BlockDraft(config, depth or config.depth, rule or Rule(64), graphdef, backend), shapes

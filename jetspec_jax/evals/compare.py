@@ -38,7 +38,7 @@ from jetspec_jax.evals import chart, drafters, ledger, lost, scorers, summary, t
 from jetspec_jax.evals.drafters import Entry
 from jetspec_jax.evals.ledger import Key, Ledger, Request
 from jetspec_jax.fields import ConfigError, Option
-from jetspec_jax.files import checkpoint, demo, load, pair
+from jetspec_jax.files import checkpoint, demo, load, pair, scorer_file
 from jetspec_jax.files import prompts as prompt_files
 from jetspec_jax.options import AUTO, SamplingConfig
 
@@ -223,12 +223,14 @@ def settings(args, target, loaded, task: Task) -> dict[str, Any]:
 
 
 def _fingerprint(head) -> str:
-    """Tells heads apart: by their weights, and by what their jetspec.json changes about drafting with them."""
+    """Tells heads apart: by their weights, their scorer's, and what jetspec.json changes about drafting with them."""
     folder = pathlib.Path(head.source)
     if not folder.is_dir():
         return head.source
     weights = checkpoint.fingerprint(checkpoint.Folder(folder).files)
-    said = getattr(head.draft, "temperature", ()), getattr(head.draft, "window", 0)
+    beside = folder / scorer_file.FOLDER
+    scored = checkpoint.fingerprint(checkpoint.Folder(beside).files) if beside.is_dir() else ""
+    said = getattr(head.draft, "temperature", ()), getattr(head.draft, "window", 0), scored
     return f"{weights}-{hashlib.sha256(repr(said).encode()).hexdigest()[:8]}" if any(said) else weights
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import sys
@@ -12,11 +13,11 @@ from typing import Any
 import jax
 
 from jetspec_jax.backends.choose import resolve
-from jetspec_jax.config import ModelConfig
+from jetspec_jax.config import HeadConfig, ModelConfig
 from jetspec_jax.drafts import families
 from jetspec_jax.drafts.block import BlockDraft
 from jetspec_jax.fields import ConfigError, Fields, shown
-from jetspec_jax.files import cache_folder, checkpoint, pair, text, tokenizer, xla
+from jetspec_jax.files import cache_folder, checkpoint, pair, scorer_file, text, tokenizer, xla
 from jetspec_jax.files.gguf_file import GGUF
 from jetspec_jax.files.pair import LoadedHead, LoadedTarget
 from jetspec_jax.models import names, qwen3
@@ -107,8 +108,18 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
         _warn(f"{path}: {', '.join(tensors.borrowed)} ignored; a head borrows the target's")
     fusions = family.names(config)
     checkpoint.need(tensors, fusions, str(path))
+    rank = scorer_file.rank(path)
+    if rank:
+        if type(config) is not HeadConfig:
+            raise ConfigError(
+                f"{path / scorer_file.FOLDER}: a {family.name} head has no use for a scorer; move it away"
+            )
+        config = dataclasses.replace(config, scorer_rank=rank)
     draft, shapes = family.build(config, checkpoint.numpy_dtype(target.dtype), target.model.backend)
+    shapes.pop("scorer", None)
     params = checkpoint.assemble(tensors, fusions, shapes, str(path), _warn)
+    if rank:
+        params["scorer"] = scorer_file.read(path, config.hidden_size, rank, checkpoint.numpy_dtype(target.dtype))
     wrong = family.check(config, params) if family.check else None
     if wrong:
         raise ConfigError(f"{path}: {wrong}")

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jetspec_jax import __version__
-from jetspec_jax.files import checkpoint
+from jetspec_jax.files import checkpoint, scorer_file
 from jetspec_jax.training import files, journal, plot
 from jetspec_jax.training.data.code_prompts import LICENCES
 from jetspec_jax.training.recipe import Recipe
@@ -126,7 +126,10 @@ def write(
         "context_window": min(recipe.window or counts["longest"], counts["longest"]),
         "training_steps": trained.step,
     }
+    beside = finished.pop("scorer", None)
     checkpoint.save_head(folder, recipe.head, finished, metadata, SHARD_BYTES)
+    if beside is not None:
+        scorer_file.save(folder, beside)
     values = {"config": dataclasses.asdict(config), "data": counts}
     files.write(folder / "training.json", json.dumps(values, indent=1) + "\n")
     records = journal.read(folder.parent / "train")

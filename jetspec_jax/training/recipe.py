@@ -34,6 +34,7 @@ class Recipe:
     mix: Mix = dataclasses.field(default_factory=Mix)
     gamma: float = 0.0
     window: int = 0
+    frozen_head: bool = False
     unroll: int = 7
     unroll_decay: float = 0.8
     confidence: float = 1.0

@@ -108,6 +108,8 @@ class Settings:
     draft_vocab: int = _number(0, "tokens an eagle3 head drafts, the most frequent of what is learnt; 0 is all", 0)
     markov_rank: int = _number(256, "rank of a dspark head's Markov head; 0: it has none", 0, MOST_SIZE)
     markov_head: str = _one_of("vanilla", "its kind; a published rnn head decodes, none is trained", "vanilla", "gated")
+    scorer_rank: int = _number(0, "rank of a scorer beside a block head; 0: it gets none", 0, MOST_SIZE)
+    frozen_head: bool = _key(False, "train the scorer alone, beside the head of init_head")
     init_head: str = _key("", "a head to go on from, instead of random parameters")
 
     # ---- objective
@@ -171,6 +173,9 @@ class Settings:
             raise wrong("forward_kl", 0, f"{shares} are all 0; give one a share")
         if bool(self.steps) == bool(self.epochs):
             raise wrong("steps", self.steps, f"epochs={self.epochs}: give one of the two")
+        if self.frozen_head and not (self.scorer_rank and self.init_head):
+            missing = "init_head" if self.scorer_rank else "scorer_rank"
+            raise wrong("frozen_head", "true", f"a scorer is trained beside a head that is there: give {missing}")
         if self.batch % self.accumulate:
             raise wrong("accumulate", self.accumulate, f"it must divide batch={self.batch}")
         if self.has_mask and self.block_size > self.sequence_length:

@@ -53,7 +53,9 @@ def init(recipe: Recipe, target_params: dict, params: dict | None = None, decide
     key = jax.random.key(recipe.seed)
     if params is None:
         params = recipe.learns.init(recipe.head, key, target_params, decided or {})
-    zero, trained = jnp.int32(0), _trained(params)
+    elif getattr(recipe.head, "scorer_rank", 0) and "scorer" not in params:  # a head to go on from has none yet
+        params = params | {"scorer": recipe.learns.init(recipe.head, key, target_params, {})["scorer"]}
+    zero, trained = jnp.int32(0), _trained(recipe, params)
     return TrainState(params, recipe.optimizer.init(trained), zero, zero, jax.random.key_data(key), jnp.int32(-1))
 
 
@@ -99,7 +101,7 @@ def update(
         change, optimizer = recipe.optimizer.update(gradient, optimizer, params)
         return optax.apply_updates(params, change), optimizer
 
-    trained = _trained(state.params)
+    trained = _trained(recipe, state.params)
     trained, optimizer = jax.lax.cond(good, apply, lambda *same: same, trained, state.optimizer)
     first = any_label & ~finite & (state.broken < 0)
     state = TrainState(
@@ -113,9 +115,12 @@ def update(
     return state, metrics
 
 
-def _trained(params: dict) -> dict:
-    """Returns a tree without the parameters that are whole numbers: None in their place."""
-    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, params)
+def _trained(recipe: Recipe, params: dict) -> dict:
+    """Returns a tree with None for what no step changes: whole numbers, and all but the scorer of a frozen head."""
+    changes = lambda name, x: jnp.issubdtype(x.dtype, jnp.floating) and (name == "scorer" or not recipe.frozen_head)
+    return {
+        name: jax.tree.map(lambda x, name=name: x if changes(name, x) else None, part) for name, part in params.items()
+    }
 
 
 def _with(trained: dict, params: dict) -> dict:
@@ -159,7 +164,7 @@ def _gradient(recipe: Recipe, target_params, scale, params, part: Batch, feature
         parts = tuple(losses.Slope(t.rows, t.table if t.trained else None) for t in drafted.terms)
         return (parts, learns.confidence(recipe, folded, hidden, asked)), drafted
 
-    (made, trust), pullback, drafted = jax.vjp(run, _trained(params), has_aux=True)
+    (made, trust), pullback, drafted = jax.vjp(run, _trained(recipe, params), has_aux=True)
     weight, batch = asked.weight, asked.weight.shape[0]
     chex.assert_equal_shape_prefix([asked.label, weight, *(x.rows for x in made)], 3)
     flat = lambda x: x.reshape(batch, -1, x.shape[-1])

@@ -10,6 +10,7 @@ the sequence, and "xla" is the way.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -21,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig, default_taps
 from jetspec_jax.drafts import block as block_draft
+from jetspec_jax.drafts import scorer
 from jetspec_jax.drafts.block import Head
 from jetspec_jax.layers import masks
 from jetspec_jax.layers.attention import MASKED
@@ -46,6 +48,7 @@ class Blocks(NamedTuple):
 
     anchors: Anchors
     embedded: Float[Array, "B A T E"]  # of [anchor, MASK, ...]
+    before: Int[Array, "B A D"] | None = None  # the text's token before each label, where there is a scorer
 
 
 def configure(config: Settings, target: ModelConfig) -> HeadConfig:
@@ -57,7 +60,7 @@ def configure(config: Settings, target: ModelConfig) -> HeadConfig:
     if config.family and config.causal != (config.family == "jetspec"):
         raise settings.wrong("causal", str(config.causal).lower(), f"a {config.family} head is the other way round")
     settings.refuse_foreign(config, FOREIGN)
-    return sized(HeadConfig, config, target, causal=config.causal)
+    return sized(HeadConfig, config, target, causal=config.causal, scorer_rank=config.scorer_rank)
 
 
 def sized(kind: type[Kind], config: Settings, target: ModelConfig, **own: Any) -> Kind:
@@ -97,6 +100,8 @@ def sized(kind: type[Kind], config: Settings, target: ModelConfig, **own: Any) -
 
 def check_start(config: HeadConfig, found: HeadConfig) -> tuple[str, Any, Any] | None:
     """Returns the first size in which the head to go on from differs from this run's."""
+    if not found.scorer_rank:  # a new one begins beside it
+        found = dataclasses.replace(found, scorer_rank=config.scorer_rank)
     return initial.differing(config, found, "num_anchors")
 
 
@@ -108,7 +113,10 @@ def decide(config: HeadConfig, packed: Packed) -> dict:
 def init(config: HeadConfig, key: jax.Array, target_params: dict, decided: dict) -> dict:
     """Returns matrices from N(0, 0.02) and norms of one; the last norm is a share of the target's."""
     _, shapes = block_draft.build(config, jnp.float32)
-    return initial.draw(shapes, key) | initial.norm(target_params)
+    start = initial.draw(shapes, key) | initial.norm(target_params)
+    if config.scorer_rank:
+        start["scorer"] |= {name: jnp.zeros_like(start["scorer"][name]) for name in ("gate", "child")}
+    return start
 
 
 def fold(params: dict, scale: Float[Array, " F"], dtype) -> dict:
@@ -140,11 +148,16 @@ def blocks(recipe: Recipe, target_params, part: Batch, anchors: Anchors, gamma: 
     """Returns the blocks at these anchors, with the slots that their head drafts and what these weigh."""
     depth = recipe.head.depth
     tokens = jnp.take_along_axis(part.tokens, anchors.position, 1)[..., None]
+    label = anchor_rules.labels(anchors, part.tokens.shape[1], depth)
+    before = None
+    if recipe.head.scorer_rank:
+        flat = label.reshape(len(part.tokens), -1) - 1
+        before = jnp.take_along_axis(part.tokens, flat, 1).reshape(label.shape)
     added = ((0, 0), (0, 0), (0, recipe.head.block_size - 1))
     block = jnp.pad(tokens, added, constant_values=recipe.head.mask_token_id)
     return Questions(
-        Blocks(anchors, recipe.target.embed(target_params, block)),
-        anchor_rules.labels(anchors, part.tokens.shape[1], depth),
+        Blocks(anchors, recipe.target.embed(target_params, block), before),
+        label,
         anchor_rules.weights(anchors, part.learnt, part.document, depth, gamma),
     )
 
@@ -152,8 +165,8 @@ def blocks(recipe: Recipe, target_params, part: Batch, anchors: Anchors, gamma: 
 def hidden(recipe: Recipe, folded: dict, part: Batch, features: Features, asked: Questions) -> Float[Array, "B A D E"]:
     """Returns hidden states of the drafted slots, with the parameters of the finished head."""
     graphdef = block_draft.build(recipe.head, recipe.dtype)[0].graphdef
-    head = nnx.merge(graphdef, nnx.State(folded))
-    anchors, block = asked.inputs
+    head = nnx.merge(graphdef, nnx.State({k: v for k, v in folded.items() if k != "scorer"}))
+    anchors, block, _ = asked.inputs
     return forward(
         head, block, anchors, features.taps, part.document, part.position,
         attention=recipe.attention, remat=recipe.remat, window=recipe.window,
@@ -163,8 +176,16 @@ def hidden(recipe: Recipe, folded: dict, part: Batch, features: Features, asked:
 def logits(
     recipe: Recipe, target_params: dict, folded: dict, hidden: Float[Array, "B A D E"], asked: Questions
 ) -> Logits:
-    """Returns the products with the target's lm_head."""
-    return Logits((Term(hidden, teacher.unembedding(target_params)),))
+    """Returns the products with the target's lm_head, and those of the scorer's parents with all children."""
+    own = Term(hidden, teacher.unembedding(target_params))
+    if not recipe.head.scorer_rank:
+        return Logits((own,))
+    embed = functools.partial(recipe.target.embed, target_params)
+    rows = scorer.parents(folded["scorer"], hidden, embed(asked.inputs.before))
+    below = jnp.arange(rows.shape[2])[:, None] > 0  # the root adds nothing
+    every = embed(jnp.arange(recipe.head.vocab_size))
+    children = scorer.children(folded["scorer"], every)
+    return Logits((own, Term(jnp.where(below, rows, 0), children, trained=True)))
 
 
 def confidence(
@@ -175,8 +196,8 @@ def confidence(
 
 
 def by_path(config: HeadConfig) -> bool:
-    """Returns False: all nodes of a depth share the row of their slot."""
-    return False
+    """Returns whether nodes tell on their children; without a scorer all nodes of a depth share the row of a slot."""
+    return config.scorer_rank > 0
 
 
 def work(recipe: Recipe, sequences: int, length: int) -> dict[str, float]:

@@ -29,7 +29,7 @@ from jetspec_jax.training.recipe import Recipe
 from jetspec_jax.training.settings import Settings
 from jetspec_jax.training.teacher import Features
 
-FOREIGN = "unroll", "unroll_decay", "draft_vocab", "causal"
+FOREIGN = "unroll", "unroll_decay", "draft_vocab", "causal", "scorer_rank", "frozen_head"
 
 check_start, decide, fold, unfold = block.check_start, block.decide, block.fold, block.unfold
 
@@ -88,7 +88,7 @@ def _asked(recipe: Recipe, target_params, part: Batch, anchors: Anchors, gamma: 
 
 def hidden(recipe: Recipe, folded: dict, part: Batch, features: Features, asked: Questions) -> Float[Array, "B A D E"]:
     """Returns hidden states of all slots, with the parameters of the finished head."""
-    anchors, embedded = asked.inputs.blocks
+    anchors, embedded, _ = asked.inputs.blocks
     return block.forward(
         _module(recipe, folded), embedded, anchors, features.taps, part.document, part.position,
         attention=recipe.attention, remat=recipe.remat, window=recipe.window,

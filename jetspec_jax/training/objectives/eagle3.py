@@ -39,7 +39,10 @@ from jetspec_jax.training.recipe import Recipe
 from jetspec_jax.training.settings import Settings
 from jetspec_jax.training.teacher import Features
 
-FOREIGN = "block_size", "mask_token_id", "gamma", "window", "causal", "markov_rank", "markov_head", "confidence"
+FOREIGN = (
+    "block_size", "mask_token_id", "gamma", "window", "causal", "markov_rank", "markov_head", "confidence",
+    "scorer_rank", "frozen_head",
+)  # fmt: skip
 
 
 class Inputs(NamedTuple):

@@ -1,0 +1,142 @@
+"""A scorer in training: its logits are those that decoding ranks by, a frozen head stays, runs leave one beside it."""
+
+import dataclasses
+import functools
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import HEAD, RUN, WIDTH, batch, example, questions, random_params, recipe, target
+
+from jetspec_jax import speculate
+from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
+from jetspec_jax.drafts import block, scorer
+from jetspec_jax.files import load
+from jetspec_jax.loop import tree as trees
+from jetspec_jax.training import pipeline, settings, step, teacher
+from jetspec_jax.training.data import packing
+from jetspec_jax.training.objectives import block as learns
+
+SCALE = jnp.linspace(0.5, 3, 32)
+SCORED = dataclasses.replace(HEAD, scorer_rank=5)
+
+
+@functools.lru_cache(None)
+def params():
+    shapes = jax.eval_shape(lambda p: learns.init(SCORED, jax.random.key(0), p, {}), target().params)
+    return random_params(shapes, 3)
+
+
+@functools.lru_cache(None)
+def part():
+    draw = np.random.default_rng(0)
+    packed = packing.pack([example(str(n), draw.integers(4, 48, WIDTH), 3) for n in range(2)], WIDTH)
+    return jax.tree.map(lambda x: x[0], batch(packed, [0, 1]))
+
+
+@functools.lru_cache(None)
+def found():
+    taps = jax.random.normal(jax.random.key(1), (2, WIDTH, 32)) * SCALE
+    return teacher.Features(taps, jax.random.normal(jax.random.key(2), (2, WIDTH, 16)))
+
+
+def test_logits_are_those_that_decoding_conditions():
+    """At every slot, after the text's own token: the row of a table of all tokens, without its normaliser."""
+    r, p = recipe(head=SCORED), part()
+    place, features = jnp.broadcast_to(jnp.arange(WIDTH), (2, WIDTH)), found()
+    asked = learns.ask(r, target().params, p, place, jnp.ones(place.shape, bool))
+
+    @jax.jit
+    def trained(params):
+        folded = learns.fold(params, SCALE, jnp.float32)
+        hidden = learns.hidden(r, folded, p, features, asked)
+        return hidden, learns.logits(r, target().params, folded, hidden, asked).whole(48)
+
+    hidden, logits = trained(params())
+    embed = lambda tokens: target().model.embed(target().params, tokens)
+    for at in (4, 11):
+        own = hidden[:1, at]
+        base = target().model.logits(target().params, own)
+        order = jnp.argsort(-base[0], axis=-1)
+        row = jnp.take_along_axis(jax.nn.log_softmax(base[0], -1), order, -1)
+        candidates = trees.Candidates(order[None], row[None, :, None])
+        table = trees.conditioned(candidates, scorer.bias(params()["scorer"], own, embed(order[None])))
+        for depth in range(HEAD.depth):
+            wanted = np.zeros(48)
+            parent = 0 if not depth else int(np.flatnonzero(order[depth - 1] == p.tokens[0, at + depth])[0])
+            wanted[np.asarray(order[depth])] = table.logp[0, depth, parent]
+            np.testing.assert_allclose(jax.nn.log_softmax(logits[0, at, depth]), wanted, atol=1e-4)
+
+
+def test_a_frozen_head_stays_and_its_scorer_learns():
+    r = recipe(head=SCORED, frozen_head=True, anchors=WIDTH, loss_chunk=64, peak_lr=3e-2, steps=30)
+    packed = jax.tree.map(lambda x: x[None], part())._replace(features=jax.tree.map(lambda x: x[None], found()))
+    fresh = {k: v for k, v in params().items() if k != "scorer"}
+    state = step.init(r, target().params, fresh)
+    assert not state.params["scorer"]["child"].any() and not state.params["scorer"]["gate"].any()
+    update = jax.jit(step.update, static_argnums=0)
+    losses = []
+    for _ in range(25):
+        state, metrics = update(r, target().params, SCALE, state, packed)
+        losses.append(float(metrics.loss))
+    for name, x in fresh.items():
+        for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(state.params[name]), strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert all(x.any() for x in state.params["scorer"].values())
+    assert np.isfinite(losses).all() and losses[-1] < 0.9 * losses[0]
+    moments = [x for x in jax.tree.leaves(state.optimizer) if x.ndim == 2]
+    assert {x.shape for x in moments} == {(16, 5)}  # none of the head's
+
+
+def test_a_run_leaves_a_scorer_beside_its_head(loaded, tmp_path, capsys):
+    """First a head, then a scorer for it: files, what is refused, and decoding with and without it."""
+    given = RUN | {"data": str(questions(tmp_path))}
+    assert pipeline.run(settings.make(given, "c"), tmp_path / "run", print)
+    bare = tmp_path / "run" / "head"
+    change = {"init_head": str(bare), "scorer_rank": 5, "frozen_head": True, "steps": 6, "peak_lr": 5e-2}
+    shutil.copytree(tmp_path / "run" / "answers", tmp_path / "more" / "answers")
+    assert pipeline.run(settings.make(given | change, "c"), tmp_path / "more", print)
+    folder = tmp_path / "more" / "head"
+    made, first = load.load_head(folder, target()), load.load_head(bare, target())
+    assert made.config.scorer_rank == 5 and first.config.scorer_rank == 0
+    raw = json.loads((folder / "config.json").read_text())
+    assert raw == json.loads((bare / "config.json").read_text())  # nothing that another engine would not know
+    for name in first.params:
+        for a, b in zip(jax.tree.leaves(first.params[name]), jax.tree.leaves(made.params[name]), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3)  # bfloat16, once more through the scale
+    prompts, option = [[5, 6, 7], [9] * 9, [8, 2]], SamplingConfig(12, eos=())
+    plain = speculate.generate(target(), None, prompts, None, option)
+    lengths = []
+    for tree in (TreeConfig(8, width=5), TreeConfig(8, width=5, scorer="none")):
+        fast = speculate.generate(target(), made, prompts, tree, option)
+        assert [r.token_ids for r in fast] == [r.token_ids for r in plain]
+        lengths.append([r.accept_lengths for r in fast])
+    own = speculate.generate(target(), first, prompts, TreeConfig(8, width=5), option)
+    assert lengths[1] == [r.accept_lengths for r in own]
+
+    said = json.loads((folder / "scorer" / "config.json").read_text())
+    for key, value, why in (
+        ("version", 2, "version 2"),
+        ("rank", 4, "parent has shape"),
+        ("head_fingerprint", "x", "another"),
+    ):
+        (folder / "scorer" / "config.json").write_text(json.dumps(said | {key: value}))
+        with pytest.raises(ConfigError, match=why):
+            load.load_head(folder, target())
+
+
+@pytest.mark.parametrize("change, why", [
+    ({"frozen_head": True, "scorer_rank": 4}, "give init_head"),
+    ({"frozen_head": True, "init_head": "x"}, "give scorer_rank"),
+])  # fmt: skip
+def test_a_frozen_head_needs_a_head_and_a_scorer(change, why):
+    with pytest.raises(ConfigError, match=why):
+        settings.make(RUN | {"data": "-"} | change, "c")
+
+
+def test_published_shapes_have_no_scorer():
+    _, shapes = block.build(HEAD, jnp.float32)
+    assert "scorer" not in shapes
