@@ -27,6 +27,13 @@ class Request(NamedTuple):
     eos: Int[Array, "B n"]  # padded with -1
 
 
+class Top(NamedTuple):
+    """The K most probable tokens at every place under the target's own distribution, most probable first."""
+
+    token: jax.Array  # [B, S, K] int32
+    logprob: jax.Array  # [B, S, K] f32
+
+
 class State(NamedTuple):
     """A batch in flight, rows along axis 0 of every leaf. Donated from program to program: the cache is not copied."""
 
@@ -45,6 +52,7 @@ class State(NamedTuple):
     tree_sizes: jax.Array  # [B, S] int32, per round
     emitted: jax.Array  # [B, S] int32, per round: tokens committed, after end token and limit
     logprobs: jax.Array | None  # [B, S] f32 beside `tokens`: of committed tokens, None where they are not recorded
+    top: Top | None = None  # beside `tokens`: what else could have been committed, None where it is not recorded
 
     @property
     def done(self) -> jax.Array:
