@@ -176,7 +176,7 @@ def start(  # noqa: PLR0913  # the options of a call
 
     usual = int(tree.budget or geometry.default_budget())
     budgets = [option.budget or usual for option in options]
-    draft = _draft(head, tree, geometry.budget_nodes(budgets))
+    draft = draft_of(head, tree, geometry.budget_nodes(budgets))
     sizes = Geometry.fit(ids, options, draft, chunk)
     decoder = Decoder(target.model, draft, sizes.capacity, "logprobs" in sizes.options, chunk)
     said = _said(tree, draft) | {"batch": len(ids), "thinking": mode}
@@ -208,8 +208,17 @@ def _chunk(given) -> int:
     return int(chunk)
 
 
-def _draft(head, tree: TreeConfig, nodes: int):
-    """Returns the head's draft for trees of that many nodes; a tree of the root alone is plain decoding."""
+def draft_of(head, tree: TreeConfig, nodes: int):
+    """Returns the head's draft for trees of that many nodes; a tree of the root alone is plain decoding.
+
+    Args:
+      head: what `load_head` returns, or None.
+      tree: its shape.
+      nodes: a power of two.
+
+    Raises:
+      ConfigError: the head cannot draw such a tree.
+    """
     if head is None:
         return PLAIN
     if (tree.depth or 0) > head.draft.depth:

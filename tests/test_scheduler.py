@@ -6,36 +6,23 @@ import queue
 import threading
 import time
 
-import jax.numpy as jnp
 import pytest
-import small
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from served import DEPTH, HEAD, NODES, TARGET, slots
 
 from jetspec_jax import speculate
-from jetspec_jax.drafts import block
 from jetspec_jax.engine import compiles, requests
 from jetspec_jax.engine.prefixes import Prefixes
 from jetspec_jax.engine.rows import Row, cut_rounds
 from jetspec_jax.engine.slots import Plan, Slots
 from jetspec_jax.fields import ConfigError
-from jetspec_jax.files.pair import LoadedHead
-from jetspec_jax.loop.tree import Rule
 from jetspec_jax.options import SamplingConfig, TreeConfig
 from jetspec_jax.serve import scheduler as scheduling
 from jetspec_jax.serve.job import Job
 from jetspec_jax.serve.scheduler import Closed, Full, Scheduler
 
-
-def _head() -> LoadedHead:
-    draft, shapes = block.build(small.HEAD, jnp.float32)
-    return LoadedHead(draft, small.random_params(shapes, 1), small.HEAD)
-
-
-TARGET, HEAD = small.target(), _head()
-NODES, DEPTH = 8, 3
-PLAN = Plan(256, (1, 2, 4), NODES, (4, 16))
 EVERY = {
     "temperature": 0.9, "seed": 3, "top_k": 12, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1,
     "presence_penalty": 0.2, "frequency_penalty": 0.1, "logit_bias": {5: 0.5}, "bad_words": [[7, 8]],
@@ -68,14 +55,6 @@ def offline() -> list[tuple[list[int], SamplingConfig, speculate.Result, specula
         asked = [
             (ids + result.token_ids + [4, 22, 9], option) for (ids, option), result in zip(asked, plain, strict=True)
         ]
-    return made
-
-
-@functools.lru_cache(None)
-def slots() -> Slots:
-    """Slots of the small pair, every program of which is there."""
-    made = Slots(TARGET, HEAD, HEAD.draft.shaped(Rule(NODES), DEPTH), PLAN)
-    made.prepare()
     return made
 
 

@@ -123,7 +123,7 @@ class Slots:
     @property
     def room(self) -> int:
         """Tokens that a prompt and its answer may have together."""
-        return self.plan.capacity - self.depth - 1
+        return min(self.plan.capacity - self.depth - 1, self.target.config.context_length)
 
     def prepare(self, say: Callable[[str], None] = lambda line: None) -> None:
         """Compiles every program that can be needed, and runs each kind once.

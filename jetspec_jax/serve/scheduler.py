@@ -66,8 +66,8 @@ class Scheduler:
         self._waiting: collections.deque[Job] = collections.deque()
         self._count = 0  # jobs in inbox and queue
         self._open, self._stopping = True, False
-        self._table: list[Job | None] = [None]
-        self._ended: set[int] = set()  # slots that the next block ends
+        self._table: list[Job | None] = [None] * slots.batch
+        self._ended: set[int] = set(range(slots.batch))  # slots that the next block ends
         self._reading: tuple[Job, Reading] | None = None
         self._read = False  # whether that prompt has been read, and waits for a slot
         self._flight: Flight | None = None
@@ -147,8 +147,7 @@ class Scheduler:
             except queue.Empty:
                 break
         self._cancel()
-        busy = self._prompt()
-        self._shrink()
+        busy = self._prompt() | self._shrink()
         before, self._flight = self._flight, self._launch()
         if before:
             self._hear(before)
@@ -222,11 +221,13 @@ class Scheduler:
         self._resize(2 * size)
         return size
 
-    def _shrink(self) -> None:
-        """Makes the batch smaller where half of it will do, and nobody is about to come."""
+    def _shrink(self) -> bool:
+        """Makes the batch smaller where half of it will do and nobody is about to come; returns whether it did."""
         size = len(self._table)
-        if size > 1 and self.running <= size // 2 and not (self._reading or self._waiting):
-            self._resize(size // 2)
+        if size == 1 or self.running > size // 2 or self._reading or self._waiting:
+            return False
+        self._resize(size // 2)
+        return True
 
     def _resize(self, batch: int) -> None:
         old = [i for i, job in enumerate(self._table) if job] if batch < len(self._table) else range(len(self._table))
