@@ -13,6 +13,7 @@ from served import HEAD, TARGET, slots
 
 from jetspec_jax import speculate
 from jetspec_jax.engine.slots import Slots
+from jetspec_jax.evals import serve_bench
 from jetspec_jax.options import SamplingConfig, TreeConfig
 from jetspec_jax.serve.scheduler import Scheduler
 from jetspec_jax.serve.service import Limits, Service
@@ -330,6 +331,24 @@ def test_metrics_have_the_names_that_tools_read(server):
         "jetspec_compiles_since_ready", "jetspec_cancelled_total",
     ):  # fmt: skip
         assert name in text, name
+
+
+def test_load_is_measured(server, tmp_path, capsys):
+    """Each level asks for the same answers, and its numbers are those of its answers."""
+    words = ["--url", server.url, "--clients", "1", "3", "--rate", "200", "--requests", "6", "--max_new_tokens", "16"]
+    assert serve_bench.main([*words, "--out", str(tmp_path / "load.jsonl")]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "load.jsonl").read_text().splitlines()]
+    levels, calls = lines[6::7], [line for line in lines if "ttft" in line]
+    assert len(levels) == 3 and len(calls) == 18
+    assert {call["tokens"] for call in calls} == {16} and all(0 < call["ttft"] <= call["seconds"] for call in calls)
+    assert [level.get("clients", level.get("rate")) for level in levels] == [1, 3, 200.0]
+    for level in levels:
+        assert level["requests"] == 6 and level["errors"] == 0 and level["budget"] == served.NODES
+        assert level["tokens_per_second"] == pytest.approx(96 / level["seconds"])
+    assert len({level["acceptance_length"] for level in levels}) == 1
+    assert "| 3 clients | 6 | 0 |" in capsys.readouterr().out
+    assert serve_bench.main(["--url", "http://127.0.0.1:9", "--clients", "1"]) == 1
+    assert "no server answers there" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("server")
