@@ -2,10 +2,13 @@
 
 import dataclasses
 import functools
+import pathlib
 import queue
+import random
 import threading
 import time
 
+import jax
 import pytest
 import tiny
 from hypothesis import given, settings
@@ -18,6 +21,9 @@ from jetspec_jax.engine.prefixes import Prefixes
 from jetspec_jax.engine.rows import Row, cut_rounds
 from jetspec_jax.engine.slots import Plan, Slots
 from jetspec_jax.fields import ConfigError
+from jetspec_jax.files import load
+from jetspec_jax.loop.plain import PLAIN
+from jetspec_jax.loop.tree import Rule
 from jetspec_jax.options import SamplingConfig, TreeConfig
 from jetspec_jax.serve import scheduler as scheduling
 from jetspec_jax.serve.job import Job
@@ -115,6 +121,7 @@ ACTIONS = st.lists(
 
 def play(actions, kept) -> int:
     """Runs a schedule; returns how many answers came of it."""
+    slots(), offline()  # what they compile is not counted
     scheduler, asked, before = Scheduler(slots(), 50, kept), [], compiles.count()
     for name, number, stream in actions:
         if name == "ask":
@@ -138,7 +145,6 @@ def play(actions, kept) -> int:
 @given(ACTIONS, st.integers(0, 3))
 def test_every_answer_is_the_offline_answer(actions, kept):
     """Whatever the batch mates, the order of arrival, cancellations, and what was kept of earlier rows."""
-    slots(), offline()
     play(actions, kept)
 
 
@@ -334,3 +340,86 @@ def test_rounds_are_cut_where_the_text_is(emitted, kept):
     kept = min(kept, 1 + sum(emitted))
     owners = [i for i, count in enumerate(emitted) for _ in range(count)][: kept - 1]
     assert cut_rounds(emitted, kept) == [owners.count(i) for i in range(max(owners, default=-1) + 1)]
+
+
+@pytest.mark.slow
+@settings(max_examples=400)
+@given(ACTIONS, st.integers(0, 4))
+def test_many_schedules(actions, kept):
+    play(actions, kept)
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_and_memory_stays_flat():
+    """Requests that come and go at random; buffers on the device and pages of the process do not grow."""
+    draw, pages = random.Random(0), lambda: int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    scheduler, arrays, held = Scheduler(slots(), 64, 3), [], []
+    for turn in range(10):
+        asked = []
+        for _ in range(1000):
+            asked.append(Asked(draw.randrange(2 * len(ASKED)), draw.random() < 0.5))
+            scheduler.submit(asked[-1].job)
+            if draw.random() < 0.2:
+                scheduler.cancel(draw.choice(asked[-8:]).job)
+            while scheduler.waiting > 16:
+                scheduler._turn()
+        run(scheduler)
+        for one in asked:
+            assert one.job.cancelled or one.result, turn
+            if one.updates and one.result:
+                one.check()
+        arrays.append(len(jax.live_arrays()))
+        held.append(pages())
+    assert max(arrays[1:]) <= arrays[0] + 40 and held[-1] < 1.1 * held[2]
+
+
+def family(name: str):
+    """A drafter, and the number of its drafted positions."""
+    if name == "ngram":
+        return load.load_drafter("ngram", tiny.target("dense"))
+    return {"eagle3": tiny.eagle3, "dspark": tiny.dspark, "dflash": lambda: tiny.head(False)}[name]()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle3", "dspark", "dflash", "ngram", "plain"])
+def test_every_family_is_served(name, single):
+    """Answers, their rounds, and the trees of a next turn that begins on a kept row."""
+    target = tiny.target("dense")
+    head = None if name == "plain" else family(name)
+    draft = PLAIN if head is None else head.draft.shaped(Rule(8), 3)
+    own = Slots(target, head, draft, Plan(256, (1, 2, 4), draft.nodes, (4, 16)))
+    own.prepare()
+    before = compiles.count()
+
+    def ask(scheduler, ids, option):
+        updates = []
+        scheduler.submit(Job(Row(ids, requests.resolve(target, option), draft.nodes), updates.append, True, draw=True))
+        return updates
+
+    def finish(scheduler):
+        while scheduler._turn():
+            pass
+
+    options = [SamplingConfig(20 + i, temperature=float(i % 2), seed=i, eos=()) for i in range(6)]
+    prompts = [[3 + i] * (1 + 5 * i) for i in range(6)]
+    scheduler = Scheduler(own, 20, 3)
+    found = [ask(scheduler, *both) for both in zip(prompts, options, strict=True)]
+    finish(scheduler)
+    answers = [updates[-1].result for updates in found]
+    later = [ids + result.token_ids + [1, 2] for ids, result in zip(prompts, answers, strict=True)]
+    for ids, option in zip(later, options, strict=True):  # each right after the turn before it
+        kept, fresh = Scheduler(own, 20, 3), Scheduler(own, 20, 0)
+        ask(kept, ids[: -2 - option.max_new_tokens], option)
+        finish(kept)
+        again, anew = ask(kept, ids, option), ask(fresh, ids, option)
+        finish(kept)
+        assert again[-1].result.settings["reused"] > 0
+        finish(fresh)
+        assert [u.piece.draft for u in again] == [u.piece.draft for u in anew]
+        answers.append(again[-1].result)
+    assert compiles.count() == before
+    wanted = speculate.generate(target, None, prompts + later, None, options * 2)
+    assert [result.token_ids for result in answers] == [result.token_ids for result in wanted]
+    if head is not None:
+        drafted = speculate.generate(target, head, prompts + later, TreeConfig(8, depth=3), options * 2)
+        assert [result.accept_lengths for result in answers] == [result.accept_lengths for result in drafted]

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import shutil
 import socket
 import time
 
@@ -349,6 +350,34 @@ def test_load_is_measured(server, tmp_path, capsys):
     assert "| 3 clients | 6 | 0 |" in capsys.readouterr().out
     assert serve_bench.main(["--url", "http://127.0.0.1:9", "--clients", "1"]) == 1
     assert "no server answers there" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_page_in_a_browser(server):
+    """A talk, its tree and its numbers; what the server refuses is shown."""
+    browsers = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or pytest.skip("no chromium here")
+    with browsers.sync_playwright() as play:
+        page = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page()
+        wrong = []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+        page.goto(server.url)
+        page.fill("#most", "30")
+        page.fill("#say", "hello there")
+        page.press("#say", "Enter")
+        page.wait_for_function("document.getElementById('rate').textContent !== '–'")
+        page.wait_for_function("document.getElementById('send').textContent === 'Send'")
+        assert (
+            page.inner_text(".assistant").strip()
+            == offline(TARGET.encode_messages(SAY), max_new_tokens=30).text.strip()
+        )
+        assert page.locator("#tree svg text").count() == served.NODES and not wrong
+        page.fill("#most", "5000")
+        page.fill("#say", "more")
+        page.press("#say", "Enter")
+        page.wait_for_selector(".wrong")
+        assert "max_tokens=5000" in page.inner_text(".wrong")
 
 
 @pytest.mark.usefixtures("server")

@@ -53,7 +53,7 @@ def test_pages_are_kept_where_the_library_can():
     code = "from jetspec_jax.serve import memory; print(memory.keep_pages())"
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert got.stdout.strip() in ("True", "False") and (got.stdout.strip() == "True" or sys.platform != "linux")
-    assert (memory.MMAP_MAX, memory.TRIM_THRESHOLD) == (-4, -1)  # of malloc.h
+    assert dict(memory.KEEP) == {-8: 1, -4: 0, -1: 2**31 - 1}  # by the numbers of malloc.h
 
 
 @contextlib.contextmanager
