@@ -192,6 +192,7 @@ REFUSED = [
     ({"messages": SAY, "temperature": -1}, 400, "temperature", "temperature=-1"),
     ({"messages": SAY, "top_p": 0}, 400, "top_p", "top_p=0"),
     ({"messages": SAY, "n": 0}, 400, "n", "n is 0"),
+    ({"messages": SAY, "n": 65}, 400, "n", "65 answers at once, and the queue of this server has room for 64"),
     ({"messages": SAY, "seed": -5}, 400, "seed", "seed=-5"),
     ({"messages": SAY, "seed": 2**32 - 1, "n": 2}, 400, "seed", f"0..{2**32 - 2}"),
     ({"messages": SAY, "stop": [""]}, 400, "stop", "at least one character"),
@@ -366,12 +367,10 @@ def test_the_page_in_a_browser(server):
         page.fill("#most", "30")
         page.fill("#say", "hello there")
         page.press("#say", "Enter")
-        page.wait_for_function("document.getElementById('rate').textContent !== '–'")
+        page.wait_for_function("document.getElementById('rate').textContent !== '-'")
         page.wait_for_function("document.getElementById('send').textContent === 'Send'")
-        assert (
-            page.inner_text(".assistant").strip()
-            == offline(TARGET.encode_messages(SAY), max_new_tokens=30).text.strip()
-        )
+        wanted = offline(TARGET.encode_messages(SAY), max_new_tokens=30).text
+        assert page.inner_text(".assistant").strip() == wanted.strip()
         assert page.locator("#tree svg text").count() == served.NODES and not wrong
         page.fill("#most", "5000")
         page.fill("#say", "more")

@@ -53,7 +53,7 @@ LINE = command.Line(
         ),
         Option("queue", "whole", "Requests that may wait for a slot; one more is answered with 429.", 64, low=1),
         Option("kept_prefixes", "whole", "Rows kept after their end, for the next turn of a conversation.", 4),
-        Option("max_body_bytes", "whole", "Largest body.", 4 << 20, low=1024),
+        Option("max_body_bytes", "whole", "Largest body.", 1 << 20, low=1024),
         Option("api_key", "text", "That callers must send. Default: the environment's JETSPEC_API_KEY, else none."),
         Option("drain_seconds", "number", "That SIGTERM gives to what was accepted.", 10.0, high=86400.0),
         Option("log", "flag", "One line an answer on stderr; never a prompt.", True),

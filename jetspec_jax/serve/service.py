@@ -31,7 +31,7 @@ class Limits:
     """
 
     waiting: int = 64
-    body: int = 4 << 20
+    body: int = 1 << 20
     kept: int = 4
     key: str = ""
 
@@ -120,6 +120,10 @@ class Service:
           ApiError: they fit neither target nor slots, or there is no room in the queue.
         """
         scheduler, loop = self.running(), asyncio.get_running_loop()
+        count, most = len(asked.prompts) * asked.choices, self.limits.waiting
+        if count > most:
+            said = f"n={asked.choices}: {count} answers at once, and the queue of this server has room for {most}"
+            raise ApiError(400, said, "n")
         slots = scheduler.slots
         jobs: list[Job] = []
 
