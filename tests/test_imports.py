@@ -21,7 +21,7 @@ FLOORS = [
     {"files"},
     {"engine"},
     {"speculate", "baseline", "outcome", "command"},
-    {"evals", "serve", "audit", "doctor", "methods", "decode"},
+    {"evals", "serve", "audit", "doctor", "methods", "decode", "talk"},
     {"training", "train"},
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}

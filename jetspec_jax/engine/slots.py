@@ -40,7 +40,8 @@ from jetspec_jax.options import SamplingConfig
 
 SAMPLED = frozenset({"temperature"})
 ALL = SAMPLED | {"top_k", "top_p", "min_p", "penalties", "bias", "bad_words", "min_length", "logprobs"}
-SETS = (frozenset[str](), SAMPLED, ALL)  # of options, each a program of a block: the cheapest that will do is run
+Set = frozenset[str]
+SETS: tuple[Set, ...] = (Set(), SAMPLED, ALL)  # of options, each a program of a block: the cheapest that will do is run
 WORDS = Words(bias=304, bad=16, tokens=8)  # of a row at most; OpenAI's interface has 300 biased tokens
 ENDS = 16
 TOP = 20  # most probable tokens beside a committed one
@@ -96,7 +97,9 @@ class Slots:
     batch: slots now. compiled: programs that were made by `prepare`.
     """
 
-    def __init__(self, target: LoadedTarget, head: LoadedHead | None, draft: Draft, plan: Plan):
+    def __init__(
+        self, target: LoadedTarget, head: LoadedHead | None, draft: Draft, plan: Plan, sets: Sequence[Set] = SETS
+    ):
         """Makes a batch without rows, and compiles nothing yet.
 
         Args:
@@ -104,7 +107,9 @@ class Slots:
           head: what `load_head` returns; None where `draft` is plain.
           draft: in the shape of the plan.
           plan: sizes.
+          sets: of options that rows may use together, the cheapest first.
         """
+        self._sets = tuple(sets)
         self.target, self.head, self.plan = target, head, plan
         self.batch, self.compiled = 1, 0
         whole = Decoder(target.model, draft, plan.capacity, True, plan.chunks[-1], TOP)
@@ -143,7 +148,7 @@ class Slots:
         while not self.read(reading):
             pass
         self.insert(reading, 0)
-        for options in SETS:
+        for options in self._sets:
             self.get(self.launch(self.plan.nodes, 1, options, [0]))
 
     def open(self, row: Row, prefix: State | None = None, held: int = 0) -> Reading:
@@ -225,7 +230,7 @@ class Slots:
           options: that its rows use, as `geometry.used` names them.
           ended: slots that the host ends before the first round.
         """
-        kind = next(options_ for options_ in SETS if options_ >= set(options))
+        kind = next(known for known in self._sets if known >= set(options))
         stop = on_device([slot in ended for slot in range(self.batch)], bool)
         state = self._state
         args = self._params, _narrowed(state, kind), on_device(rounds, np.int32), stop
@@ -242,8 +247,8 @@ class Slots:
         most, option = len(row.ids) + row.option.max_new_tokens, row.option
         if most > self.room:
             raise ConfigError(
-                f"max_tokens={option.max_new_tokens}: with a prompt of {len(row.ids)} tokens that is {most}, and a "
-                f"slot of this server has {self.room}; give at most {max(self.room - len(row.ids), 0)}"
+                f"max_new_tokens={option.max_new_tokens}: with a prompt of {len(row.ids)} tokens that is {most}, and a "
+                f"slot has {self.room}; give at most {max(self.room - len(row.ids), 0)}"
             )
         lists = {
             "logit_bias": (len(option.logit_bias), WORDS.bias, "tokens"),
@@ -253,11 +258,9 @@ class Slots:
         }
         for name, (count, room, what) in lists.items():
             if count > room:
-                raise ConfigError(f"{name} has {count}, and a row of this server has room for {room} ({what})")
+                raise ConfigError(f"{name} has {count}, and a row has room for {room} ({what})")
         if row.budget > self.plan.nodes:
-            raise ConfigError(
-                f"budget={row.budget}: trees of this server have {self.plan.nodes} nodes; give at most that"
-            )
+            raise ConfigError(f"budget={row.budget}: trees have {self.plan.nodes} nodes; give at most that")
 
     def _alone(self, state: State, slot: int) -> State:
         args = state, on_device([slot], np.int32), on_device([False], bool)
@@ -286,7 +289,7 @@ class Slots:
         for batch in self.plan.batches:
             state, stop = self._shapes(batch), on_device([False] * batch, bool)
             for nodes, decoder in self._decoders.items():
-                for options in SETS:
+                for options in self._sets:
                     name = f"rounds of {batch} x {nodes} nodes, {_said(options)}"
                     yield name, loop.block, decoder, (self._params, _narrowed(state, options), number, stop), (1,)
             yield f"a row into {batch}", insert, self.decoder, (state, number, one), (0,)

@@ -144,7 +144,8 @@ class Service:
                     row = Row(ids, option, budget, self.target.tokenizer, asked.stream)
                     slots.check(row)
                 except ConfigError as error:
-                    raise ApiError(400, str(error), str(error).split("=")[0].split(":")[0]) from None
+                    said = str(error).replace("max_new_tokens", "max_tokens")
+                    raise ApiError(400, said, said.split("=")[0].split(":")[0]) from None
                 jobs.append(Job(row, tell(len(jobs)), asked.stream, asked.draw))
         try:
             scheduler.submit(*jobs)
