@@ -4,6 +4,7 @@
     jetspec-decode --prompt "..." --compare                   also decode plainly: same tokens, both rates
     jetspec-decode --prompt "..." --show_tree                 the tree of the first round
     jetspec-decode --target DIR --head DIR --prompt_file prompts.jsonl --batch 8 --json
+    jetspec-decode --chat                                     a conversation, a line of standard input a turn
 
 `python decode.py` in a checkout is the same. Text or JSON goes to stdout, everything else to stderr. Exit status: 0
 done, 2 the options are wrong, 1 the files or the run are, 130 interrupted.
@@ -49,7 +50,10 @@ LINE = command.Line(
         Option("batch", "whole", "Prompts of --prompt_file decoded together; their output keeps its order.", 1, low=1),
         *TREE.values(),
         *command.sampling(),
-        Option("chat", "flag", "Put the prompt through the chat template. Default: where there is one."),
+        Option(
+            "chat", "flag",
+            "Put the prompt through the chat template (default: where there is one). Without a prompt: talk by lines.",
+        ),
         command.THINKING,
         Option(
             "prefill_chunk", "whole",
@@ -96,6 +100,8 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         raise UsageError(f"--{error}") from None
     _check(args)
+    if _talks(args):
+        return _talk(args)
     tree, sampling = command.tree_of(args), command.sampling_of(args)
     rows = _rows(args)
     for path in (args.trace, args.tree_svg):
@@ -118,6 +124,13 @@ def _check(args: command.Args) -> None:
             raise UsageError(text)
 
     prompts = [name for name in PROMPTS if name in args.given]
+    if _talks(args):
+        refuse(args.budget == AUTO, "--chat without a prompt talks with trees of one size; give --budget a number")
+        for name in (
+            *DRAWN, "json", "compare", "profile", "batch", "prefill_chunk", "stream", "logprobs", "budget_rule", "prune"
+        ):  # fmt: skip
+            refuse(name in args.given, f"--chat without a prompt talks, and --{name} is not for that; leave it out")
+        prompts = ["chat"]
     got = f"{' and '.join(f'--{p}' for p in prompts)} together" if prompts else "no prompt"
     refuse(len(prompts) != 1, f"{got}: give one of --prompt, --prompt_ids, --prompt_file")
     for name in METHODS[args.method].refused if args.method else ():
@@ -141,6 +154,23 @@ def _check(args: command.Args) -> None:
     unused = "--nochat" if args.chat is False else "--prompt_ids"
     asked = args.thinking is not None and (ids or args.chat is False)
     refuse(asked, f"{said('thinking')} with {unused}: no chat template is used; leave it out")
+
+
+def _talks(args: command.Args) -> bool:
+    """Whether the command is a conversation."""
+    return args.chat is True and not any(name in args.given for name in PROMPTS)
+
+
+def _talk(args: command.Args) -> int:
+    """Holds a conversation; returns the exit status."""
+    from jetspec_jax import talk
+    from jetspec_jax.serve import memory
+
+    memory.keep_pages()
+    tree, sampling = command.tree_of(args), command.sampling_of(args)
+    run = _load(args, tree, False)
+    _say(f"compiling for {_device()}; a line is a turn, and the end of the input ends the talk")
+    return talk.run(talk.Talk(run.target, run.head, run.tree, sampling, args.thinking))
 
 
 def _rows(args: command.Args) -> list[Any]:

@@ -38,15 +38,15 @@ class Terminated(BaseException):
 def start(module: str) -> NoReturn:
     """Runs `main` of a module as this process's command; imports it with signals answered already."""
     os.environ["JAX_ENABLE_X64"] = "0"  # every program is 32-bit, and says its dtypes for that
-    name = installed() or module.removeprefix("jetspec_jax.")
+    name = installed() or module.removeprefix("jetspec_jax.").removesuffix(".server")
     with listening(name):
         status = run(name, lambda: importlib.import_module(module).main())
     sys.exit(status)
 
 
 # The installed commands; their modules are imported when they run.
-decode, train, audit, doctor = (
-    functools.partial(start, f"jetspec_jax.{name}") for name in ("decode", "train", "audit", "doctor")
+decode, train, audit, doctor, serve = (
+    functools.partial(start, f"jetspec_jax.{name}") for name in ("decode", "train", "audit", "doctor", "serve.server")
 )
 
 

@@ -188,7 +188,7 @@ def start(  # noqa: PLR0913  # the options of a call
         drafts = _ladder(head, tree, budgets)
     else:
         nodes = geometry.budget_nodes([1 if budget == AUTO else int(budget) for budget in budgets])
-        drafts = {nodes: _draft(head, tree, nodes)}
+        drafts = {nodes: draft_of(head, tree, nodes)}
     draft = drafts[max(drafts)]
     sizes = Geometry.fit(ids, options, draft, chunk)
     if room:
@@ -233,7 +233,7 @@ def _ladder(head, tree: TreeConfig, budgets: Sequence[int | str]) -> dict[int, A
     if tree.width == 1:  # a chain has no more nodes than it is deep
         longest = min(tree.depth or head.draft.depth, head.draft.depth) + 1
         trees = [n for n in trees if n < longest] + [min(n for n in [*trees, longest] if n >= longest)]
-    drafts = {n: _draft(head, tree, n, trees[-1]) for n in trees}
+    drafts = {n: draft_of(head, tree, n, trees[-1]) for n in trees}
     return {1: Paused(drafts[trees[-1]]), **drafts}
 
 
@@ -259,10 +259,17 @@ def _chunk(given) -> int:
     return int(chunk)
 
 
-def _draft(head, tree: TreeConfig, nodes: int, grown: int = 0):
+def draft_of(head, tree: TreeConfig, nodes: int, grown: int = 0):
     """Returns the head's draft for trees of that many nodes; a tree of the root alone is plain decoding.
 
-    grown: nodes that are scored, if more.
+    Args:
+      head: what `load_head` returns, or None.
+      tree: its shape.
+      nodes: a power of two.
+      grown: nodes that are scored, if more.
+
+    Raises:
+      ConfigError: the head cannot draw such a tree.
     """
     if head is None:
         return PLAIN

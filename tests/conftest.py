@@ -28,7 +28,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 LONGEST = (
     "decode_cli", "lossless", "eagle3", "dspark", "doctor", "audit", "sampling", "gpu_kernels", "training_eagle3",
     "options", "compare", "training_dspark", "training_step", "examples", "training_loop", "training_keys", "engine",
-    "calibrate", "training_mesh", "prefill", "wide",
+    "calibrate", "training_mesh", "prefill", "wide", "scheduler", "serve",
 )  # fmt: skip
 
 

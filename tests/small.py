@@ -43,7 +43,7 @@ class Letters(Tokenizer):
     def __init__(self):
         super().__init__(None)
 
-    def encode(self, text):
+    def encode(self, text, begin=False):
         return [max(ALPHABET.find(letter), 0) for letter in text]
 
     def decode(self, ids):

@@ -18,6 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = DOCUMENTS[0].read_text()
 INSTALLED = {"jetspec-decode": "decode", "jetspec-train": "training.options", "jetspec-audit": "audit"}
+INSTALLED |= {"jetspec-serve": "serve.server", "jetspec_jax.serve": "serve.server"}
 INSTALLED |= {"jetspec-doctor": "doctor", "decode.py": "decode", "train.py": "training.options"}
 
 
@@ -31,7 +32,7 @@ def commands() -> list[tuple[str, str, list[str]]]:
         for words in (shlex.split(line.split("    ")[0], comments=True) for line in lines if line.count('"') % 2 == 0):
             for i, word in enumerate(words):
                 module = INSTALLED.get(word) or (re.fullmatch(r"bench/(\w+)\.py", word) or "xx")[1].strip("x")
-                if word.startswith("jetspec_jax.") and i and words[i - 1] == "-m":
+                if not module and word.startswith("jetspec_jax.") and i and words[i - 1] == "-m":
                     module = word.removeprefix("jetspec_jax.")
                 if module:
                     name = module if word.startswith("bench/") else f"jetspec_jax.{module}"

@@ -20,8 +20,8 @@ FLOORS = [
     {"drafts"},
     {"files"},
     {"engine"},
-    {"speculate", "baseline", "outcome", "command", "serve"},
-    {"evals", "audit", "doctor", "methods", "decode"},
+    {"speculate", "baseline", "outcome", "command"},
+    {"evals", "serve", "audit", "doctor", "methods", "decode", "talk"},
     {"training", "train"},
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}

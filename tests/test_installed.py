@@ -41,7 +41,7 @@ def test_every_command(scripts, tmp_path):
         scripts / "python", "-c", "import jetspec_jax; print(jetspec_jax.__file__)", cwd=tmp_path, env=environment
     )
     assert str(scripts.parent) in where.stdout
-    for name in ("decode", "train", "audit", "doctor"):
+    for name in ("decode", "train", "audit", "doctor", "serve"):
         got = call(name, "--help")
         assert got.returncode == 0 and "options:" in got.stdout and got.stderr == ""
         got = call(name, "--nonsens=3")

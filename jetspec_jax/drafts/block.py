@@ -154,8 +154,9 @@ class BlockDraft:
         head = self._module(params)
         positions = seen.start[:, None] + jnp.arange(seen.features.shape[1])
         fresh = head.context_kv(head.context(seen.features), positions)
-        length = jnp.where(seen.count > 0, seen.start + seen.count, state.length)
-        return state._replace(context=kv_cache.write(state.context, fresh, seen.start), length=length)
+        some = seen.count > 0  # what still waited of an earlier text is none of this one
+        length, count = jnp.where(some, seen.start + seen.count, state.length), jnp.where(some, 0, state.count)
+        return state._replace(context=kv_cache.write(state.context, fresh, seen.start), length=length, count=count)
 
     def room(self, state: HeadState) -> Int[Array, " B"]:
         return state.pending.shape[1] - state.count

@@ -22,7 +22,7 @@ from jetspec_jax.engine import requests
 from jetspec_jax.engine.geometry import Geometry
 from jetspec_jax.engine.pacing import UNBOUND, Pacer
 from jetspec_jax.engine.programs import program
-from jetspec_jax.engine.rows import Result, Row
+from jetspec_jax.engine.rows import Result, Row, cut_rounds
 from jetspec_jax.files import pair
 from jetspec_jax.files.pair import LoadedHead, LoadedTarget
 from jetspec_jax.loop.decoder import Decoder, insert, prefill, prefill_recorded, rounds, step_recorded
@@ -265,11 +265,9 @@ def _cut(state: State, ended: dict[int, int]) -> State:
     arrays: dict[str, Any] = {name: jax.device_get(getattr(state, name)).copy() for name in names}
     first = jax.device_get(state.prompt_length)
     for slot, kept in ended.items():
-        emitted = arrays["emitted"][slot]
-        total = 1 + emitted.cumsum()  # the first token is that of prefill
-        count = int((total < kept).sum()) + 1 if kept > 1 else 0  # rounds that emitted something of what is kept
-        if count:
-            emitted[count - 1] -= total[count - 1] - kept
+        emitted = cut_rounds(arrays["emitted"][slot].tolist(), kept)
+        count = len(emitted)
+        arrays["emitted"][slot, :count] = emitted
         for name in ("accept_lengths", "tree_sizes", "emitted"):
             arrays[name][slot, count:] = 0
         arrays["rounds"][slot], arrays["reason"][slot] = count, TEXT

@@ -104,7 +104,7 @@ def arrays(
     ends = [sizes.ends(option) for option in options]
 
     def ints(rows: Iterable, fill) -> jnp.ndarray:
-        return jnp.array([*rows, *[fill] * spare], jnp.int32)
+        return on_device([*rows, *[fill] * spare], np.int32)
 
     def padded(row: Sequence[int], size: int, fill: int) -> list[int]:
         return [*row, *[fill] * (size - len(row))]
@@ -126,27 +126,32 @@ def sampling(lengths: Sequence[int], options: Sequence[SamplingConfig], geometry
     """
 
     def column(name: str, dtype) -> jnp.ndarray:
-        return jnp.array([getattr(option, name) for option in options], dtype)
+        return on_device([getattr(option, name) for option in options], dtype)
 
     def optional(name: str, dtype):
         return column(name, dtype) if name in geometry.options else None
 
     def penalties() -> Penalties:
-        return Penalties(*(column(f"{name}_penalty", jnp.float32) for name in Penalties._fields))
+        return Penalties(*(column(f"{name}_penalty", np.float32) for name in Penalties._fields))
 
     has, words = geometry.options, geometry.words
     early = [length + option.min_new_tokens for length, option in zip(lengths, options, strict=True)]
     return Sampling(
-        temperature=optional("temperature", jnp.float32),
-        seed=column("seed", jnp.uint32),
-        top_k=optional("top_k", jnp.int32),
-        top_p=optional("top_p", jnp.float32),
-        min_p=optional("min_p", jnp.float32),
+        temperature=optional("temperature", np.float32),
+        seed=column("seed", np.uint32),
+        top_k=optional("top_k", np.int32),
+        top_p=optional("top_p", np.float32),
+        min_p=optional("min_p", np.float32),
         penalties=penalties() if "penalties" in has else None,
         bias=_bias([_pairs(option) for option in options], words.bias) if "bias" in has else None,
         bad_words=_words([option.bad_words for option in options], words) if "bad_words" in has else None,
-        min_length=jnp.array(early, jnp.int32) if "min_length" in has else None,
+        min_length=on_device(early, np.int32) if "min_length" in has else None,
     )
+
+
+def on_device(values: Any, dtype) -> jnp.ndarray:
+    """Returns numbers as an array on the device. numpy converts them: jax would compile a program for each shape."""
+    return jnp.asarray(np.array(values, dtype))
 
 
 def _pairs(option: SamplingConfig) -> tuple[tuple[int, float], ...]:
@@ -157,7 +162,7 @@ def _pairs(option: SamplingConfig) -> tuple[tuple[int, float], ...]:
 def _bias(rows: Sequence[Sequence[tuple[int, float]]], most: int) -> Bias:
     padded = [[*row, *[(-1, 0.0)] * (most - len(row))] for row in rows]
     token, value = ([[entry[i] for entry in row] for row in padded] for i in (0, 1))
-    return Bias(jnp.array(token, jnp.int32), jnp.array(value, jnp.float32))
+    return Bias(on_device(token, np.int32), on_device(value, np.float32))
 
 
 def _words(rows: Sequence[Any], words: sizes.Words) -> jnp.ndarray:

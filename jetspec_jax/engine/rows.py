@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from jetspec_jax.engine.stops import StopText
 from jetspec_jax.loop.state import NONFINITE, STOP, State
@@ -34,6 +35,35 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """Returns a dict of plain values."""
         return dataclasses.asdict(self)
+
+
+class Log(NamedTuple):
+    """What a row has done, on the host."""
+
+    ids: list[int]  # new tokens
+    reason: int  # of `State.reason`
+    accept_lengths: list[int]  # per round
+    tree_sizes: list[int]
+    emitted: list[int]
+    logprobs: list[float] | None = None  # of `ids`
+
+    def cut(self, kept: int, reason: int) -> Log:
+        """Returns the log of a row that ended after so many new tokens, for a reason."""
+        emitted = cut_rounds(self.emitted, kept)
+        lengths, sizes = (x[: len(emitted)] for x in (self.accept_lengths, self.tree_sizes))
+        logprobs = None if self.logprobs is None else self.logprobs[:kept]
+        return Log(self.ids[:kept], reason, lengths, sizes, emitted, logprobs)
+
+
+def cut_rounds(emitted: Sequence[int], kept: int) -> list[int]:
+    """Returns the tokens of the rounds that gave out something of the first `kept`; the last may have given more."""
+    left, rounds = kept - 1, []  # the first token is that of prefill
+    for count in emitted:
+        if left <= 0:
+            break
+        rounds.append(min(count, left))
+        left -= count
+    return rounds
 
 
 class Row:
@@ -81,18 +111,28 @@ class Row:
           settings: of the batch; the row's own are added.
           dtype: of the target, for the advice on broken logits.
         """
-        first, last, reason = state.prompt_length[slot], state.length[slot], int(state.reason[slot])
-        ids, count = state.tokens[slot, first:last].tolist(), int(state.rounds[slot])
-        emitted = state.emitted[slot, :count].tolist()
+        first, last, count = state.prompt_length[slot], state.length[slot], int(state.rounds[slot])
+        log = Log(
+            state.tokens[slot, first:last].tolist(),
+            int(state.reason[slot]),
+            state.accept_lengths[slot, :count].tolist(),
+            state.tree_sizes[slot, :count].tolist(),
+            state.emitted[slot, :count].tolist(),
+            None if state.logprobs is None else state.logprobs[slot, first:last].tolist(),
+        )
+        return self.conclude(log, seconds, settings, dtype)
+
+    def conclude(self, log: Log, seconds: dict[str, float], settings: dict[str, Any], dtype: str) -> Result:
+        """Returns what came of the row by its log; the other arguments are those of `result`."""
+        ids, reason, count = log.ids, log.reason, len(log.emitted)
         text = ""
         if self.text:
             text = self.text.settled
         elif self._tokenizer:
             text = self._tokenizer.decode(self._shown(ids, reason))
-        logprobs = state.logprobs
         found = self.text.found if self.text else None
         stopped = ids[-1] if reason == STOP else found
-        error = _broken(dtype, int(last)) if reason == NONFINITE else None
+        error = _broken(dtype, len(self.ids) + len(ids)) if reason == NONFINITE else None
         return Result(
             text=text,
             token_ids=ids,
@@ -101,14 +141,14 @@ class Row:
             prompt_tokens=len(self.ids),
             new_tokens=len(ids),
             rounds=count,
-            accept_lengths=state.accept_lengths[slot, :count].tolist(),
-            emitted=emitted,
-            acceptance_length=sum(emitted) / count if count else 0.0,
-            tree_sizes=state.tree_sizes[slot, :count].tolist(),
+            accept_lengths=log.accept_lengths,
+            emitted=log.emitted,
+            acceptance_length=sum(log.emitted) / count if count else 0.0,
+            tree_sizes=log.tree_sizes,
             seconds=dict(seconds),
             tokens_per_second=max(len(ids) - 1, 0) / seconds["decode"] if seconds["decode"] else 0.0,
             settings=settings | {"budget": self.budget} | _settings(self.option),
-            logprobs=logprobs[slot, first:last].tolist() if self.option.logprobs and logprobs is not None else None,
+            logprobs=log.logprobs if self.option.logprobs else None,
             error=error,
         )
 

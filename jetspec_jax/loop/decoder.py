@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.loop import tree as trees
 from jetspec_jax.loop.choice import Choice, choose
 from jetspec_jax.loop.contracts import Draft, Ends, Seen, Target
-from jetspec_jax.loop.state import LENGTH, NONFINITE, RUNNING, STOP, Request, Round, State
+from jetspec_jax.loop.state import LENGTH, NONFINITE, RUNNING, STOP, Request, Round, State, Top
 from jetspec_jax.loop.verify import Accepted
 
 DEFAULT_CHUNK = 512  # rows that keep a large GPU busy; their scores against each other are as large as the cache
@@ -38,6 +39,7 @@ class Decoder:
     capacity: cache slots S of a row.
     logprobs: whether the log-probability of every committed token is recorded.
     prefill_chunk: prompt rows that prefill reads at a time; its memory grows with this and not with the prompt.
+    top_logprobs: tokens K, the most probable ones, that are recorded beside every committed one.
     """
 
     target: Target
@@ -45,6 +47,7 @@ class Decoder:
     capacity: int
     logprobs: bool = False
     prefill_chunk: int = DEFAULT_CHUNK
+    top_logprobs: int = 0
 
     def __post_init__(self):
         if self.prefill_chunk < 1:
@@ -115,62 +118,98 @@ def prefill_recorded(decoder: Decoder, params: dict, request: Request) -> tuple[
         emitted=records,
         logprobs=jnp.zeros(records.shape) if decoder.logprobs else None,
         least=request.least,
+        top=no_top(decoder, tokens.shape[0]),
     )
     choice = decoder.choice(state, 0)
     root = trees.root(choice.anchor)
     first = choice.accept(root, masks.ancestors(root.parents, 0), logits)
-    return _commit(state, first, logits)[0], logits[:, 0]
+    return commit(state, first, logits)[0], logits[:, 0]
+
+
+def no_top(decoder: Decoder, batch: int) -> Top | None:
+    """Returns room for the most probable tokens beside every token; None where they are not recorded."""
+    if not decoder.top_logprobs:
+        return None
+    shape = batch, decoder.capacity, decoder.top_logprobs
+    return Top(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
 
 
 def _read(decoder: Decoder, params: dict, request: Request, buffer: Int[Array, "B S"]):
     """Returns the filled cache, the draft's state, each prompt's last hidden state [B, 1, E], and whether it is sound.
 
-    A prompt is sound when its keys and values are finite in every layer: attention takes a fresh value that is not for
-    0, so that the logits would not tell.
-
     Longer prompts are read chunk by chunk up to the longest row, in one loop, so that neither scores nor features grow
     with the prompt. What a chunk computes after a row's own length lands in slots that are never read.
     """
-    target, draft, weights = decoder.target, decoder.draft, params["target"]
-    tokens, length = request.tokens, request.prompt_length
-    batch, slots = tokens.shape
-    size = min(decoder.prefill_chunk, slots)
-    cache = target.init_cache(weights, batch, decoder.capacity)
-    drafting = draft.init(params["draft"], batch, decoder.capacity)
+    batch, slots = request.tokens.shape
+    size, length = min(decoder.prefill_chunk, slots), request.prompt_length
+    caches = (
+        decoder.target.init_cache(params["target"], batch, decoder.capacity),
+        decoder.draft.init(params["draft"], batch, decoder.capacity),
+    )
 
-    def piece(start, cache, drafting, prefix):
-        """Reads `size` rows from `start` on; also what each row's last token would have as hidden state."""
-        piece = jax.lax.dynamic_slice_in_dim(tokens, start, size, 1)
-        positions = jnp.broadcast_to(start + jnp.arange(size), piece.shape)
-        starts = jnp.full((batch,), start, jnp.int32)
-        before = (cache, starts) if prefix else (None, None)
-        out = target.forward(weights, piece, positions, masks.causal(size), *before, taps=draft.taps)
-        # A layer's rows are ready before its attention has read the cache, and without an order between the two XLA
-        # copies the cache. So the place to write to waits for the last layer (it is `starts`, whatever `hidden` is).
-        at = jnp.minimum(starts, starts + (out.hidden[:, -1, 0] > 0))
-        cache = kv_cache.write(cache, out.fresh, at)
-        seen = Seen(out.taps, starts, jnp.clip(length - start, 0, size), buffer, path=False)
-        drafting = draft.extend(params["draft"], drafting, seen, decoder.ends(params))
-        row = jnp.clip(length - 1 - start, 0, size - 1)
-        finite = functools.reduce(jnp.logical_and, (jnp.isfinite(x).all((1, 3)) for x in jax.tree.leaves(out.fresh)))
-        sound = (finite | (positions >= length[:, None])).all(1)
-        return cache, drafting, jnp.take_along_axis(out.hidden, row[:, None, None], 1), sound
+    def piece(start, caches, prefix):
+        return read_piece(decoder, params, Piece(buffer, length, start, size), caches, prefix)
 
     if size == slots:
-        return piece(0, cache, drafting, prefix=False)
+        caches, last, sound = piece(0, caches, prefix=False)
+        return *caches, last, sound
 
     def body(i, carry):
-        cache, drafting, last, sound = carry
+        caches, last, sound = carry
         # The last chunk of an uneven buffer starts early, and computes some rows once more.
         start = jnp.minimum(i * size, slots - size)
-        cache, drafting, here, whole = piece(start, cache, drafting, prefix=True)
+        caches, here, whole = piece(start, caches, prefix=True)
         inside = (length - 1 >= start) & (length - 1 < start + size)
-        return cache, drafting, jnp.where(inside[:, None, None], here, last), sound & whole
+        return caches, jnp.where(inside[:, None, None], here, last), sound & whole
 
-    shape = jax.eval_shape(lambda c, d: piece(0, c, d, prefix=False), cache, drafting)[2]
+    shape = jax.eval_shape(lambda c: piece(0, c, prefix=False), caches)[1]
     chunks = (length.max() + size - 1) // size
-    start = cache, drafting, jnp.zeros(shape.shape, shape.dtype), jnp.ones(batch, bool)
-    return jax.lax.fori_loop(0, chunks, body, start)
+    start = caches, jnp.zeros(shape.shape, shape.dtype), jnp.ones(batch, bool)
+    caches, last, sound = jax.lax.fori_loop(0, chunks, body, start)
+    return *caches, last, sound
+
+
+class Piece(NamedTuple):
+    """Some rows of every prompt."""
+
+    tokens: jax.Array  # [B, S] int32, prompts
+    length: jax.Array  # [B] int32, of the prompts
+    start: Any  # position of the first row of the piece, the same in every prompt; traced or not
+    size: int  # rows of the piece (a Python value)
+
+
+def read_piece(decoder: Decoder, params: dict, piece: Piece, caches: tuple[Any, Any], prefix: bool):
+    """Reads a piece of prompts whose rows before it have been read.
+
+    Args:
+      decoder: the loop.
+      params: of target and draft.
+      piece: what is read; start + size <= S.
+      caches: the target's and the draft's, as they are after the rows before.
+      prefix: whether there are rows before (a Python value).
+
+    Returns:
+      Both caches, what each prompt's last token has as hidden state [B, 1, E] if it lies in the piece, and whether the
+      piece is sound [B]: its keys and values are finite in every layer. Attention takes a fresh value that is not for
+      0, so that the logits would not tell.
+    """
+    target, draft, weights, (cache, drafting) = decoder.target, decoder.draft, params["target"], caches
+    buffer, length, start, size = piece
+    tokens = jax.lax.dynamic_slice_in_dim(buffer, start, size, 1)
+    positions = jnp.broadcast_to(start + jnp.arange(size), tokens.shape)
+    starts = jnp.full(length.shape, start, jnp.int32)
+    read, past = (cache, starts) if prefix else (None, None)
+    out = target.forward(weights, tokens, positions, masks.causal(size), read, past, draft.taps)
+    # A layer's rows are ready before its attention has read the cache, and without an order between the two XLA
+    # copies the cache. So the place to write to waits for the last layer (it is `starts`, whatever `hidden` is).
+    at = jnp.minimum(starts, starts + (out.hidden[:, -1, 0] > 0))
+    cache = kv_cache.write(cache, out.fresh, at)
+    seen = Seen(out.taps, starts, jnp.clip(length - start, 0, size), buffer, path=False)
+    drafting = draft.extend(params["draft"], drafting, seen, decoder.ends(params))
+    row = jnp.clip(length - 1 - start, 0, size - 1)
+    finite = functools.reduce(jnp.logical_and, (jnp.isfinite(x).all((1, 3)) for x in jax.tree.leaves(out.fresh)))
+    sound = (finite | (positions >= length[:, None])).all(1)
+    return (cache, drafting), jnp.take_along_axis(out.hidden, row[:, None, None], 1), sound
 
 
 def step(decoder: Decoder, params: dict, state: State) -> State:
@@ -209,7 +248,7 @@ def step_recorded(decoder: Decoder, params: dict, state: State) -> tuple[State, 
     logits = target.logits(weights, out.hidden)
     accepted = choice.accept(tree, ancestors, logits)
 
-    old, (state, kept) = state, _commit(state, accepted, logits)
+    old, (state, kept) = state, commit(state, accepted, logits)
     cache = target.backend.commit(old.cache, out.fresh, accepted.path, past)
     features = jnp.take_along_axis(out.taps, accepted.path[..., None], 1) if out.taps is not None else None
     drafting = draft.extend(params["draft"], drafting, Seen(features, past, kept, state.tokens, path=True), ends)
@@ -247,7 +286,7 @@ def insert(decoder: Decoder, state: State, slot: Int[Array, ""], fresh: State) -
     return jax.tree.map(put, state, fresh)
 
 
-def _commit(state: State, accepted: Accepted, logits: jax.Array) -> tuple[State, jax.Array]:
+def commit(state: State, accepted: Accepted, logits: jax.Array) -> tuple[State, jax.Array]:
     """Appends the accepted tokens of the running rows; cut at the limit, then at the first end token.
 
     Returns the state and how many tokens were kept. A row in which the logit of a token to be kept is no finite number
@@ -266,15 +305,20 @@ def _commit(state: State, accepted: Accepted, logits: jax.Array) -> tuple[State,
     reason = jnp.where(ends.any(1), STOP, jnp.where(length >= state.limit, LENGTH, RUNNING))
     reason = jnp.where(broken, NONFINITE, reason)
     # R rows are always written: those from `length` on are overwritten by the next round or never read.
-    put = jax.vmap(lambda b, t, s: jax.lax.dynamic_update_slice(b, t, (s,)))
-    logprobs = state.logprobs
-    if logprobs is not None:
-        whole = vocabulary.log_total(jnp.take_along_axis(logits, accepted.path[..., None], 1))[..., 0]
-        logprobs = put(logprobs, won - whole, state.length)
+    put = jax.vmap(lambda b, t, s: jax.lax.dynamic_update_slice(b, t, (s, *[0] * (b.ndim - 1))))
+    logprobs, top = state.logprobs, state.top
+    if logprobs is not None or top is not None:
+        line = jnp.take_along_axis(logits, accepted.path[..., None], 1)
+        whole = vocabulary.log_total(line)
+        logprobs = None if logprobs is None else put(logprobs, won - whole[..., 0], state.length)
+        if top is not None:
+            best, token = vocabulary.top_k(line, top.token.shape[-1])
+            top = Top(put(top.token, token, state.length), put(top.logprob, best - whole, state.length))
     state = state._replace(
         tokens=put(state.tokens, tokens, state.length),
         length=length,
         reason=jnp.where(state.done, state.reason, reason),
         logprobs=logprobs,
+        top=top,
     )
     return state, kept

@@ -28,6 +28,13 @@ class Request(NamedTuple):
     least: Float[Array, " B"] | None = None  # probability of a path under which nodes are not verified; None is 0
 
 
+class Top(NamedTuple):
+    """The K most probable tokens at every place under the target's own distribution, most probable first."""
+
+    token: jax.Array  # [B, S, K] int32
+    logprob: jax.Array  # [B, S, K] f32
+
+
 class State(NamedTuple):
     """A batch in flight, rows along axis 0 of every leaf. Donated from program to program: the cache is not copied."""
 
@@ -47,6 +54,7 @@ class State(NamedTuple):
     emitted: jax.Array  # [B, S] int32, per round: tokens committed, after end token and limit
     logprobs: jax.Array | None  # [B, S] f32 beside `tokens`: of committed tokens, None where they are not recorded
     least: jax.Array | None = None  # [B] f32, probability of a path under which nodes are not verified; None is 0
+    top: Top | None = None  # beside `tokens`: what else could have been committed, None where it is not recorded
 
     @property
     def done(self) -> jax.Array:
