@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import sys
 
-BLOCK = re.compile(r"(?P<command>(?:^    .*\n)+)\n<!-- table -->\n(?P<table>.*?)<!-- end -->", re.M | re.S)
+BLOCK = re.compile(r"(?P<command>(?:^    [^\n]*\n)+)\n<!-- table -->\n(?P<table>.*?)<!-- end -->", re.M | re.S)
 
 
 def filled(page: str) -> str:

@@ -12,6 +12,10 @@ SPEC.loader.exec_module(fill)
 
 PAGE = """Words.
 
+    python --no-such-option  # of no table
+
+More words.
+
     python -c "print('| a |'); \\
         print(1 + 1)"
 

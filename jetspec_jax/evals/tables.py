@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ def markdown(run: Run) -> str:
 
 
 def overview(found: Summary) -> str:
-    """Returns two tables a temperature, speed-ups and acceptance lengths: a row a cell, a column a set."""
+    """Returns tables of a row a cell for each temperature: speed-ups, acceptance lengths, and what rounds lost."""
     sets = list(found.settings["sets"])
     by = {(g.set, g.temperature, g.cell): g for g in found.groups}
     parts = [_head(found)]
@@ -53,6 +54,10 @@ def overview(found: Summary) -> str:
                 rows.append([str(total.cell), *cells, _told(total, name), *_beside(total.figures, name)])
             more = BESIDE if name == "speedup" else ()
             parts += [f"### {title}, T {heat:g}", table(["cell", *sets, "all sets", *more], rows)]
+        told = [g for g in totals if g.figures and g.figures.lost]
+        if told:
+            rows = [[str(g.cell), *_kinds(g.figures)] for g in told]
+            parts += [f"### What rounds lost, all sets, T {heat:g}", table(["cell", *lost.KINDS], rows), LOST]
     return "\n\n".join([*parts, OVERVIEW, NOTES]) + "\n"
 
 
@@ -97,7 +102,9 @@ def _head(found: Summary) -> str:
     peak = "not told by this device"
     if found.peak_bytes is not None:
         peak = f"{found.peak_bytes / 2**20:,.0f} MiB, of the whole process: the device keeps one mark for all cells"
-    return f"## Target {s.get('target')}\n\n{said}; {options}.{starts} Peak memory: {peak}."
+    source = str(s.get("target"))
+    name = pathlib.PurePath(source).name if pathlib.PurePath(source).is_absolute() else source
+    return f"## Target {name}\n\n{said}; {options}.{starts} Peak memory: {peak}."
 
 
 def _rows(groups: Iterable[Group], cells: Callable[[Figures], Sequence[str]], width: int) -> list[list[str]]:
@@ -173,14 +180,15 @@ def _time(found: Summary) -> str:
 
 
 def _lost(groups: Sequence[Group]) -> str:
-    def cells(f: Figures) -> list[str]:
-        total = sum(f.lost.values()) if f.lost else 0
-        if f.lost is None or not total:
-            return ["not available"] * len(lost.KINDS)
-        return [f"{f.lost.get(name, 0) / total:.1%}" for name in lost.KINDS]
-
     drafted = [g for g in groups if g.cell.shape != "plain"]
-    return table([*FIRST, *lost.KINDS], _rows(drafted, cells, len(lost.KINDS)))
+    return table([*FIRST, *lost.KINDS], _rows(drafted, _kinds, len(lost.KINDS)))
+
+
+def _kinds(f: Figures | None) -> list[str]:
+    total = sum(f.lost.values()) if f and f.lost else 0
+    if f is None or f.lost is None or not total:
+        return ["not available"] * len(lost.KINDS)
+    return [f"{f.lost.get(name, 0) / total:.1%}" for name in lost.KINDS]
 
 
 def _scores(run: Run, found: Summary) -> list[str]:
