@@ -26,8 +26,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 # What takes longest begins first, so that the workers end together; `pytest --durations=0` tells.
 LONGEST = (
-    "decode_cli", "lossless", "eagle3", "dspark", "doctor", "audit", "sampling", "gpu_kernels", "training_eagle3",
-    "options", "compare", "training_dspark", "training_step", "examples", "training_loop", "training_keys", "engine",
+    "decode_cli", "lossless", "auto", "dspark", "doctor", "audit", "eagle3", "sampling", "gpu_kernels", "scheduler",
+    "options", "compare", "serve", "training_dspark", "training_step", "examples", "training_loop", "training_keys",
+    "engine", "tree", "training_eagle3", "training_scorer",
     "calibrate", "training_mesh", "prefill", "wide", "scheduler", "serve",
 )  # fmt: skip
 

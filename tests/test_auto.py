@@ -60,7 +60,7 @@ def ladder(head, capacity):
 
 
 @pytest.mark.parametrize(
-    "name", ["causal", "eagle3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dspark", "bidirectional"))]
+    "name", ["causal", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eagle3", "dspark", "bidirectional"))]
 )
 def test_a_draft_that_paused_has_missed_nothing(name):
     """Trees, plain steps, small trees, a hundred plain steps: then trees as after a prompt of all that is committed."""

@@ -141,6 +141,7 @@ def test_a_block_ranks_by_what_is_left_after_the_division():
     assert (tree.tokens != plain.tokens).any() and draft.calibrated(temperature).calibrated(()) == draft
 
 
+@pytest.mark.slow  # its parts are tested above
 def test_the_command_writes_what_loading_reads(tmp_path, capsys):
     target = load.load_target(TARGET)
     t = target.config

@@ -136,7 +136,7 @@ class TestOverview:
         assert found.groups == whole.groups and found.totals == whole.totals
         assert compare.main(["--table", str(one), str(two), "--overview", "--svg", str(tmp_path / "x.svg")]) == 0
         text = capsys.readouterr().out
-        assert text.count("### ") == 2 and text.count("| plain decoding |") == 1
+        assert text.count("### ") == 3 and text.count("| plain decoding |") == 1
         ET.parse(tmp_path / "x.svg")
         total = {g.cell: g.figures for g in found.totals}[Cell("jetspec", "jetspec", "tree", 4)]
         assert f"| jetspec tree 4 | {total.acceptance:.2f} | {total.acceptance:.2f} |" in text

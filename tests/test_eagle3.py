@@ -115,7 +115,7 @@ EVERY = SamplingConfig(
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [8], [2, 7, 1, 8]]
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["dense", *(pytest.param(n, marks=pytest.mark.slow) for n in ("moe", "llama"))])
 @settings(max_examples=12, derandomize=True)  # rounding at a near-tie may part the two, so the examples are fixed
 @given(asked=st.tuples(OPTIONS, OPTIONS))
 def test_tokens_are_those_of_plain_decoding(kind, asked):
@@ -156,6 +156,7 @@ def test_a_window_does_not_depend_on_the_rounds_before(window):
         check(loaded, tree, row, length, 50, 3, 5, window)
 
 
+@pytest.mark.slow  # DSpark's and the scorer's in the default run are of the same rule
 def test_every_depth_is_ranked_under_the_noise_of_its_position():
     """Noise that leaves no choice: the best path is what it says, position by position."""
     loaded, length = tiny.eagle3(draft_vocab=tiny.VOCAB), jnp.array([10, 5])
@@ -268,6 +269,7 @@ def test_a_broken_table_of_tokens_is_refused(tmp_path, where, value, said):
     assert eagle3_files.check(tiny.eagle3().config, tiny.eagle3().params) is None
 
 
+@pytest.mark.slow  # as DSpark's, in the default run
 def test_the_command_draws_its_tree(tmp_path, capsys):
     """The default method is the head's family; trees of other families are refused by name."""
     target = load.load_target(TARGET)

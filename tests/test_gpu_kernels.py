@@ -212,7 +212,9 @@ def test_grow_with_equal_scores(interpret):
 
 
 @HOW
-@pytest.mark.parametrize("rows,depth,width", [(2, 3, 2), (17, 5, 9), (64, 15, 16), (9, 1, 12)])
+@pytest.mark.parametrize(
+    "rows,depth,width", [(2, 3, 2), (17, 5, 9), (9, 1, 12), pytest.param(64, 15, 16, marks=pytest.mark.slow)]
+)
 def test_grow_with_a_row_for_each_parent(rows, depth, width, interpret):
     draw = np.random.default_rng(rows)
     logp = -np.abs(draw.standard_normal((2, depth, width, width))) * 2

@@ -313,7 +313,10 @@ def test_every_backend_that_runs_f32(name, monkeypatch):
     assert alone.reason.tolist() == [LENGTH, NONFINITE] and tiny.outputs(alone) == [tiny.outputs(wanted)[0], []]
 
 
-@pytest.mark.parametrize("head", [tiny.head(True), tiny.eagle3()], ids=["block", "eagle3"])
+@pytest.mark.parametrize(
+    "head",
+    [pytest.param(tiny.head(True), id="block"), pytest.param(tiny.eagle3(), id="eagle3", marks=pytest.mark.slow)],
+)
 def test_a_window_changes_no_token(head):
     """Drafts look back at few tokens; they change, and what is committed does not."""
     target = tiny.target("dense")

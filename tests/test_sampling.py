@@ -146,7 +146,7 @@ def test_drafts_are_ranked_under_the_noise_of_the_choice():
     assert (deaf == logits).all()  # a sharpness of 0 leaves the noise out
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 def test_the_noise_helps_a_good_draft(temperature):
     """The same tokens in fewer rounds."""
     blind = tiny.loop(laws.LOADED.model, tiny.TableDraft(laws.DEPTH), 8, 8, "best_first", 3, 0.0)

@@ -69,7 +69,7 @@ def table(params, hidden, logits, width: int, scale: float = 1.0, noise=0.0):
 @pytest.mark.parametrize(
     "builder, reference", [("best_first", oracles.best_first), ("accum_logp", oracles.accum_logp_table)]
 )
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_trees_are_those_of_recomputed_rows(builder, reference, causal):
     head = scored(causal)
     tree, hidden = propose(head.draft.shaped(Rule(12, builder, 4), 4), head.params)
@@ -119,9 +119,10 @@ def test_a_new_scorer_changes_no_tree(builder):
 
 def test_decoding_with_it_is_plain_decoding():
     target, prompts = tiny.target("dense"), [[5, 6, 7], [9, 3]]
-    for options in (SamplingConfig(20), SamplingConfig(20, temperature=1.0, seed=4, top_k=9)):
+    greedy, warm = SamplingConfig(20), SamplingConfig(20, temperature=1.0, seed=4, top_k=9)
+    for options, trees in ((greedy, [TreeConfig(8, width=3, builder="accum_logp")]), (warm, [TreeConfig(8)])):
         plain = speculate.generate(target, None, prompts, None, options)
-        for tree in (TreeConfig(8), TreeConfig(8, width=3, builder="accum_logp")):
+        for tree in trees:
             found = speculate.generate(target, scored(), prompts, tree, options)
             assert [r.token_ids for r in found] == [r.token_ids for r in plain]
             assert all(r.rounds for r in found)

@@ -241,6 +241,7 @@ def test_two_steps_and_two_are_four_and_the_ids_stay(tmp_path):
     assert len(shapes) == 2 * (len(jax.tree.leaves(whole.state.params)) - 1) and (32,) not in shapes
 
 
+@pytest.mark.slow  # as that of blocks with a scorer, in the default run
 def test_a_run_leaves_a_head_that_decodes_as_plainly(loaded, tmp_path, monkeypatch):
     """All stages; the folder is in the published format, and remembers which tokens the data gave."""
     given = EAGLE_RUN | {"data": str(questions(tmp_path)), "eval_every": 2}

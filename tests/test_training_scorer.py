@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import HEAD, RUN, WIDTH, batch, example, questions, random_params, recipe, target
+from small import HEAD, RUN, WIDTH, batch, example, random_params, recipe, target
 
 from jetspec_jax import speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
@@ -91,14 +91,14 @@ def test_a_frozen_head_stays_and_its_scorer_learns():
     assert {x.shape for x in moments} == {(16, 5)}  # none of the head's
 
 
-def test_a_run_leaves_a_scorer_beside_its_head(loaded, tmp_path, capsys):
-    """First a head, then a scorer for it: files, what is refused, and decoding with and without it."""
-    given = RUN | {"data": str(questions(tmp_path))}
-    assert pipeline.run(settings.make(given, "c"), tmp_path / "run", print)
-    bare = tmp_path / "run" / "head"
+def test_a_run_leaves_a_scorer_beside_its_head(finished, loaded, tmp_path):
+    """A scorer for a head that is there: files, what is refused, and decoding with and without it."""
+    run, given, _ = finished
+    bare = run / "head"
     change = {"init_head": str(bare), "scorer_rank": 5, "frozen_head": True, "steps": 6, "peak_lr": 5e-2}
-    shutil.copytree(tmp_path / "run" / "answers", tmp_path / "more" / "answers")
-    assert pipeline.run(settings.make(given | change, "c"), tmp_path / "more", print)
+    shutil.copytree(run / "answers", tmp_path / "more" / "answers")
+    quick = {"decode_prompts": "", "eval_every": 6}
+    assert pipeline.run(settings.make(given | change | quick, "c"), tmp_path / "more", print)
     folder = tmp_path / "more" / "head"
     made, first = load.load_head(folder, target()), load.load_head(bare, target())
     assert made.config.scorer_rank == 5 and first.config.scorer_rank == 0
