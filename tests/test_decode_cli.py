@@ -482,7 +482,15 @@ def test_long_numbers_and_a_device_that_is_not_there(capsys, monkeypatch):
     assert status == 1 and "JAX_PLATFORMS=cuda: Unable to initialize" in err and err.count("\n") == 2
 
 
-@pytest.mark.parametrize("words", [("--json",), ("--json", "--batch=3", "--compare"), (), ("--batch=3", "--compare")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--json",),
+        pytest.param(("--json", "--batch=3", "--compare"), marks=pytest.mark.slow),
+        (),
+        ("--batch=3", "--compare"),
+    ],
+)
 def test_a_row_that_breaks_is_said_and_the_others_are_decoded(capsys, monkeypatch, tmp_path, words):
     loaded = load.load_target
 

@@ -122,7 +122,7 @@ def test_the_tree_is_that_of_recomputed_paths(kind):
         assert len({children((token,))[0] for token, _ in children(())}) == 3  # siblings have children of their own
 
 
-@pytest.mark.parametrize("width", [1, 3], ids=["chain", "tree"])
+@pytest.mark.parametrize("width", [pytest.param(1, id="chain", marks=pytest.mark.slow), pytest.param(3, id="tree")])
 def test_every_depth_is_ranked_under_the_noise_of_its_position(width):
     """Noise that leaves no choice: the best path is what it says, position by position."""
     loaded = tiny.dspark()
@@ -171,7 +171,9 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [8], [0, 1, 7], [5, 4]]
 CHAIN, TREE = TreeConfig(5, width=1), TreeConfig(16)
 
 
-@pytest.mark.parametrize("markov, tree", [("vanilla", CHAIN), ("gated", TREE), ("rnn", TreeConfig(8, depth=2))])
+@pytest.mark.parametrize("markov, tree", [
+    ("vanilla", CHAIN), ("gated", TREE), pytest.param("rnn", TreeConfig(8, depth=2), marks=pytest.mark.slow)
+])  # fmt: skip
 @settings(max_examples=6, derandomize=True)
 @given(asked=st.lists(OPTIONS, min_size=3, max_size=3))
 def test_tokens_are_those_of_plain_decoding(markov, tree, asked):

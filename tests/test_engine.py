@@ -33,7 +33,10 @@ CHOSEN = [
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [8], [2, 7, 1, 8, 2, 8], [1, 6]]
 
 
-@pytest.mark.parametrize("head", [None, tiny.head(True), tiny.head(False)], ids=["plain", "causal", "bidirectional"])
+@pytest.mark.parametrize("head", [
+    pytest.param(None, id="plain"), pytest.param(tiny.head(True), id="causal"),
+    pytest.param(tiny.head(False), id="bidirectional", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_rows_that_come_later_are_as_if_alone(head):
     """Five requests through two slots; each slot is filled again while the other one runs."""
     draft = head.draft.shaped(Rule(8), 4) if head else PLAIN

@@ -317,7 +317,7 @@ def verified(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("nodes", [1, 64, 256])
 @pytest.mark.parametrize("model", [(8, 4, 128, 4096, 12288), (3, 3, 64, 576, 1536)], ids=["8b", "135m"])
 def test_kernels_lower_for_cuda(model, nodes, dtype, verified):

@@ -206,7 +206,9 @@ ALL_ON = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("causal, remat, parts", [(True, True, 2), (False, False, 1)])
+@pytest.mark.parametrize(
+    "causal, remat, parts", [(True, True, 2), pytest.param(False, False, 1, marks=pytest.mark.slow)]
+)
 def test_steps_equal_those_of_a_dense_oracle(causal, remat, parts):
     """Three updates with every option away from its default, each from where the one before ended."""
     r = recipe(**ALL_ON, head=dataclasses.replace(HEAD, causal=causal), remat=remat)
