@@ -307,6 +307,7 @@ def command(capsys, *words) -> tuple[int, str, str]:
     return decode.main(list(map(str, given))), *capsys.readouterr()
 
 
+@pytest.mark.slow  # the whole way is tested above, without the command
 def test_the_command(capsys, tmp_path):
     """A row's own budget, the sizes that were in force, and the same tokens."""
     rows = tmp_path / "p.jsonl"

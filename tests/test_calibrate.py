@@ -91,6 +91,7 @@ def test_block_heads_are_measured_in_the_rounds_of_a_chain():
                 assert trust[d, place] == pytest.approx(share, rel=1e-4)
 
 
+@pytest.mark.slow  # that of blocks is in the default run
 def test_dspark_heads_are_measured_by_their_confidence():
     target, head = tiny.target("dense"), tiny.dspark()
     (found, _) = calibrate.measure(target, head, [PROMPT, [7, 8]], 12, 2)

@@ -351,6 +351,7 @@ def rows(tmp_path, *given):
     return "--prompt_file", file
 
 
+@pytest.mark.slow  # batches equal single rows in test_lossless and test_engine
 def test_batches_give_every_row_what_it_has_alone_in_the_order_of_the_file(capsys, tmp_path):
     given = [
         {"id": "a", "prompt_ids": [11, 12, 17], "logprobs": True},

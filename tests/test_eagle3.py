@@ -126,6 +126,7 @@ def test_tokens_are_those_of_plain_decoding(kind, asked):
     assert [r.token_ids for r in fast] == [r.token_ids for r in plain]
 
 
+@pytest.mark.slow  # as DSpark's, in the default run
 def test_a_batch_of_eight_accepts_and_equals_single_rows():
     target, head = tiny.target("dense"), tiny.eagle3(draft_vocab=tiny.VOCAB)
     prompts = [[i, i + 1, 7] for i in range(8)]

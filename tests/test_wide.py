@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import pytest
 import tiny
 
 from jetspec_jax import audit, baseline, speculate
@@ -18,6 +19,7 @@ MANY = SamplingConfig(
 )  # fmt: skip
 
 
+@pytest.mark.slow  # the other test of this file has the same programs from outside
 def test_the_library():
     target, head = tiny.target("dense"), tiny.head(True)
     decode = lambda drafts: [r.token_ids for r in speculate.generate(target, drafts, PROMPTS, TreeConfig(6), MANY)]
