@@ -78,6 +78,7 @@ def test_one_program_serves_all_prompts_of_a_set():
     assert compare.decode(target, entry, prompts[1], sampling, 33).seconds["compile"] == 0
 
 
+@pytest.mark.slow  # compiles a pair of programs that no other test has
 def test_warming_up_compiles_all_that_a_cell_runs(monkeypatch):
     target = load.load_target(PAIR / "target")
     head = load.load_head(PAIR / "head", target)

@@ -97,6 +97,7 @@ def test_compare_reports_both_rates(capsys):
     assert report["plain_tokens_per_second"] > 0
 
 
+@pytest.mark.slow  # as test_lossless does without the command
 def test_sampling_gives_the_same_tokens_with_and_without_a_draft(capsys):
     common = (*ids([11, 12, 17]), "--max_new_tokens=20", "--temperature=1", "--seed=7", "--json")
     _, plain, _ = run(capsys, "--target", PAIR / "target", "--method=autoregressive", *common)

@@ -292,6 +292,7 @@ def test_the_command_draws_its_tree(tmp_path, capsys):
     assert "is eagle3; use --method eagle3" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # the kernels draw those of blocks in the default run
 def test_the_kernels_draw_the_same_tree():
     """In the interpreter, f32: head sizes that the kernels take, and a tree whose rows are no power of two."""
     config = dataclasses.replace(tiny.eagle3().config, head_dim=16, num_heads=4)

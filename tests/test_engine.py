@@ -34,7 +34,7 @@ PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [8], [2, 7, 1, 8, 2, 8], [1, 6]]
 
 
 @pytest.mark.parametrize("head", [
-    pytest.param(None, id="plain"), pytest.param(tiny.head(True), id="causal"),
+    pytest.param(None, id="plain", marks=pytest.mark.slow), pytest.param(tiny.head(True), id="causal"),
     pytest.param(tiny.head(False), id="bidirectional", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_rows_that_come_later_are_as_if_alone(head):

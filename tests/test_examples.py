@@ -55,7 +55,14 @@ def pair(tmp_path_factory):
     return {"--target": str(folder / "target"), "--head": str(folder / "head")}
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+LONG = "train_head"
+PATHS = [
+    pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem == LONG else ())
+    for path in sorted(EXAMPLES.glob("*.py"))
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_an_example_runs(path, pair, monkeypatch, capsys):
     text = path.read_text()
     given = [word for name in pair if f'"{name}"' in text for word in (name, pair[name])]
