@@ -375,10 +375,11 @@ def _accum_logp(logp: Float[Array, "D P W"], token: Int[Array, "D W"], nodes: in
         open_score, tokens, places, depths, built = tree
         node = jnp.argmax(open_score)
         best, d = open_score[node], depths[node]
-        row = logp[d, places[node] % width if parents > 1 else 0]
-        # Where rows differ, candidates come in another order after each parent.
-        rank = jnp.argsort(-row, stable=True) if parents > 1 else jnp.arange(width)
-        row, found = row[rank], token[d, rank]
+        rank, row, found = jnp.arange(width), logp[d, 0], token[d]
+        if parents > 1:  # candidates come in another order after each parent
+            row = logp[d, places[node] % width]
+            rank = jnp.argsort(-row, stable=True)
+            row, found = row[rank], found[rank]
         child = jnp.where(d + 1 < depth, best + row, -jnp.inf)
         at = lambda x, new: jax.lax.dynamic_update_slice(x, new.astype(x.dtype), (built,))
         return (

@@ -209,11 +209,12 @@ def work(recipe: Recipe, sequences: int, length: int) -> dict[str, float]:
     context_rows = min(length / 2, recipe.window) if recipe.window else length / 2
     seen = 4 * rows * (context_rows + head.block_size) * head.num_heads * head.head_dim * head.num_layers
     once = 2 * rows * flops.row_parameters(head) + fuse + 2 * tokens * context + seen
+    scored = 3 * 2.0 * head.vocab_size * head.scorer_rank  # its product with all children, and the two of its gradient
     return {
         "head_forward": float(once),
-        "head_backward": float(2 * once - fuse),
+        "head_backward": 0.0 if recipe.frozen_head else float(2 * once - fuse),
         "slots": float(rows // head.block_size * head.depth),
-        "table": 2 * 2.0 * head.vocab_size * head.hidden_size,
+        "table": 2 * 2.0 * head.vocab_size * head.hidden_size + scored,
     }
 
 
@@ -222,7 +223,9 @@ def describe(recipe: Recipe) -> dict[str, str]:
     c: HeadConfig = recipe.head
     mask = "causal" if c.causal else "bidirectional"
     block = f"{c.block_size} slots, {mask}, mask token {c.mask_token_id}"
-    return {"block": block, "depth weight in training": f"gamma {recipe.gamma:g}"}
+    said = {"block": block, "depth weight in training": f"gamma {recipe.gamma:g}"}
+    alone = ", trained beside a head that stayed as it was" if recipe.frozen_head else ""
+    return said | ({"scorer": f"rank {c.scorer_rank}{alone}"} if c.scorer_rank else {})
 
 
 def forward(  # noqa: PLR0913  # arrays of one forward pass
