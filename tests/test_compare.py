@@ -151,7 +151,14 @@ class TestOverview:
         assert row.count("(") == 2
 
     @pytest.mark.parametrize(
-        "name, value", [("dtype", "bfloat16"), ("limit", 3), ("jax", "0"), ("sets", {"x": [4, ""]})]
+        "name, value",
+        [
+            ("dtype", "bfloat16"),
+            ("limit", 3),
+            ("jax", "0"),
+            ("sets", {"x": [4, ""]}),
+            ("sampling", {"max_new_tokens": 9, "temperature": [0.0]}),
+        ],
     )
     def test_files_of_different_runs_are_not_joined(self, done, tmp_path, capsys, name, value):
         paths = (

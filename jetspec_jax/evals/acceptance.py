@@ -141,7 +141,7 @@ LINE = command.Line(
         *(
             option
             for name, option in command.TREE.items()
-            if name in ("width", "depth", "builder", "window", "rule", "prune")
+            if name in ("width", "depth", "builder", "window", "scorer", "rule", "prune")
         ),
         _several(command.TREE["sharpness"]),
         _several(command.SAMPLING["temperature"]),

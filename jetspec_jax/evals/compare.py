@@ -241,8 +241,8 @@ LINE = command.Line(
         Option("out", "text", "File of the requests; it is gone on with where it is there.", metavar="FILE.jsonl"),
         Option("table", "text", "Print the tables of these files, and decode nothing.", many=True, default=(),
                metavar="FILE.jsonl"),
-        Option("overview", "flag", "With --table: two tables a temperature and no more, a column a set; several files "
-               "of one target and the same prompts are one comparison.", False),
+        Option("overview", "flag", "With --table: tables of all sets beside each other, for each temperature; several "
+               "files of one target and the same prompts and options are one comparison.", False),
         Option("svg", "text", "Also draw the figures into this file; of one comparison.", metavar="FILE.svg"),
         command.TARGET,
         Option("drafters", "text", f"Drafters, METHOD or METHOD=HEAD_FOLDER of {', '.join(drafters.METHODS)}; plain "

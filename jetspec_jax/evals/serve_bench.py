@@ -116,7 +116,9 @@ class Asker:
         if args.prompts:
             found = [row.prompt for path in args.prompts for row in prompt_files.read(path)]
             texts = lambda p: [{"role": "user", "content": p}] if isinstance(p, str) else p
-            self._prompts = [texts(p) for p in found if not isinstance(p[0], int)]
+            if any(isinstance(p[0], int) for p in found):
+                raise ConfigError("prompts: a row of token ids; the chat interface takes texts and messages")
+            self._prompts = [texts(p) for p in found]
         try:
             self.get("/health/ready")
         except (OSError, http.client.HTTPException) as error:

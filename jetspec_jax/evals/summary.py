@@ -67,7 +67,7 @@ class Summary(NamedTuple):
     totals: list[Group]  # over all sets
 
 
-SAME = ("target_fingerprint", "dtype", "backend", "sets", "limit", "max_prompt_tokens", "device", "jax")
+SAME = ("target_fingerprint", "dtype", "backend", "sets", "sampling", "limit", "max_prompt_tokens", "device", "jax")
 
 
 def of(run: Run) -> Summary:
@@ -112,8 +112,9 @@ def joined(found: Sequence[Summary]) -> Summary:
     first = found[0]
     for other in found[1:]:
         for name in SAME:
-            if first.settings.get(name) != other.settings.get(name):
-                a, b = (str(one.settings.get(name))[:60] for one in (first, other))
+            own, its = _said(first, name), _said(other, name)
+            if own != its:
+                a, b = (str(value)[:60] for value in (own, its))
                 raise ConfigError(f"files of different {name}, {a} and {b}; give those of one comparison")
     seen: dict[tuple[str, float, Cell], Group] = {}
     for one in found:
@@ -132,6 +133,14 @@ def joined(found: Sequence[Summary]) -> Summary:
     return Summary(
         settings, every, {}, sum(one.sessions for one in found), max(told, default=None), list(totals.values()),
     )  # fmt: skip
+
+
+def _said(found: Summary, name: str) -> Any:
+    """Returns a setting; of the options of requests, all but the temperatures, of which each file may have its own."""
+    value = found.settings.get(name)
+    if name == "sampling" and isinstance(value, dict):
+        return {k: v for k, v in value.items() if k != "temperature"}
+    return value
 
 
 def grid(settings: Mapping[str, Any]) -> tuple[dict[str, int], list[float], list[Cell]]:
