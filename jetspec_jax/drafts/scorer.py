@@ -33,17 +33,17 @@ def shapes(width: int, rank: int, dtype) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def parents(
-    params: dict, hidden: Float[Array, "*rows E"], embedded: Float[Array, "*rows E"]
+    params: dict, hidden: Float[Array, "*slots E"], embedded: Float[Array, "*rows E"]
 ) -> Float[Array, "*rows R"]:
-    """Returns the rows of parents, each beside the slot that it is a parent for."""
+    """Returns the rows of parents out of `normed` embeddings, each for its slot; the rows of slots are broadcast."""
     gate = 1 + einsum("...e,er->...r", hidden, params["gate"], jnp.float32)
-    row = einsum("...e,er->...r", _normed(embedded), params["parent"], jnp.float32)
+    row = einsum("...e,er->...r", embedded, params["parent"], jnp.float32)
     return (gate * row).astype(hidden.dtype)
 
 
 def children(params: dict, embedded: Float[Array, "*rows E"]) -> Float[Array, "*rows R"]:
-    """Returns the rows of children."""
-    return einsum("...e,er->...r", _normed(embedded), params["child"])
+    """Returns the rows of children out of `normed` embeddings."""
+    return einsum("...e,er->...r", embedded, params["child"])
 
 
 def bias(params: dict, hidden: Float[Array, "B D E"], embedded: Float[Array, "B D W E"]) -> Float[Array, "B D W W"]:
@@ -54,13 +54,13 @@ def bias(params: dict, hidden: Float[Array, "B D E"], embedded: Float[Array, "B 
       hidden: of the slots.
       embedded: embeddings of the candidates of all depths.
     """
-    slots = jnp.broadcast_to(hidden[:, 1:, None], embedded[:, 1:].shape)
-    above = parents(params, slots, embedded[:, :-1])
+    embedded = normed(embedded)
+    above = parents(params, hidden[:, 1:, None], embedded[:, :-1])  # a slot's gate once for all candidates
     added = einsum("bdpr,bdwr->bdpw", above, children(params, embedded[:, 1:]), jnp.float32)
     return jnp.pad(added, ((0, 0), (1, 0), (0, 0), (0, 0)))
 
 
-def _normed(embedded: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
-    """Rows of embeddings differ in length by how frequent their tokens are, which is none of a pair's business."""
+def normed(embedded: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
+    """Returns embeddings of one length; theirs tells how frequent a token is, which is none of a pair's business."""
     wide = embedded.astype(jnp.float32)
     return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + EPS)).astype(embedded.dtype)

@@ -149,17 +149,20 @@ def blocks(recipe: Recipe, target_params, part: Batch, anchors: Anchors, gamma: 
     depth = recipe.head.depth
     tokens = jnp.take_along_axis(part.tokens, anchors.position, 1)[..., None]
     label = anchor_rules.labels(anchors, part.tokens.shape[1], depth)
-    before = None
-    if recipe.head.scorer_rank:
-        flat = label.reshape(len(part.tokens), -1) - 1
-        before = jnp.take_along_axis(part.tokens, flat, 1).reshape(label.shape)
+    given = before(part, label) if recipe.head.scorer_rank else None
     added = ((0, 0), (0, 0), (0, recipe.head.block_size - 1))
     block = jnp.pad(tokens, added, constant_values=recipe.head.mask_token_id)
     return Questions(
-        Blocks(anchors, recipe.target.embed(target_params, block), before),
+        Blocks(anchors, recipe.target.embed(target_params, block), given),
         label,
         anchor_rules.weights(anchors, part.learnt, part.document, depth, gamma),
     )
+
+
+def before(part: Batch, label: Int[Array, "B A D"]) -> Int[Array, "B A D"]:
+    """Returns the text's token before each label."""
+    flat = label.reshape(len(part.tokens), -1) - 1
+    return jnp.take_along_axis(part.tokens, flat, 1).reshape(label.shape)
 
 
 def hidden(recipe: Recipe, folded: dict, part: Batch, features: Features, asked: Questions) -> Float[Array, "B A D E"]:
@@ -180,7 +183,7 @@ def logits(
     own = Term(hidden, teacher.unembedding(target_params))
     if not recipe.head.scorer_rank:
         return Logits((own,))
-    embed = functools.partial(recipe.target.embed, target_params)
+    embed = lambda tokens: scorer.normed(recipe.target.embed(target_params, tokens))
     rows = scorer.parents(folded["scorer"], hidden, embed(asked.inputs.before))
     below = jnp.arange(rows.shape[2])[:, None] > 0  # the root adds nothing
     every = embed(jnp.arange(recipe.head.vocab_size))

@@ -81,9 +81,7 @@ def ask(
 
 def _asked(recipe: Recipe, target_params, part: Batch, anchors: Anchors, gamma: float) -> Questions:
     asked = block.blocks(recipe, target_params, part, anchors, gamma)
-    flat = asked.label.reshape(len(part.tokens), -1) - 1
-    before = jnp.take_along_axis(part.tokens, flat, 1).reshape(asked.label.shape)
-    return asked._replace(inputs=Inputs(asked.inputs, before))
+    return asked._replace(inputs=Inputs(asked.inputs, block.before(part, asked.label)))
 
 
 def hidden(recipe: Recipe, folded: dict, part: Batch, features: Features, asked: Questions) -> Float[Array, "B A D E"]:
