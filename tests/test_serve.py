@@ -1,5 +1,6 @@
 """The HTTP server: answers are the offline answers, through OpenAI's own client, whatever else comes."""
 
+import asyncio
 import concurrent.futures
 import json
 import shutil
@@ -462,3 +463,12 @@ class TestAlone:
         with pytest.raises(Exception, match="being loaded and compiled") as caught:
             service.running()
         assert caught.value.status == 503
+
+
+def test_a_caller_who_never_reads_does_not_keep_the_server_from_ending():
+    """An answer that is being given when the time is up gets half a second more, and no longer."""
+    service = Service("m", Limits())
+    service.exchanges = 1
+    begin = time.monotonic()
+    asyncio.run(asyncio.wait_for(service.drain(0.1), 5))
+    assert time.monotonic() - begin < 2 and service.draining

@@ -165,6 +165,7 @@ class Service:
             while time.monotonic() < end and not scheduler.idle:
                 await asyncio.sleep(0.02)
             await asyncio.get_running_loop().run_in_executor(None, scheduler.stop)
-        while self.exchanges and time.monotonic() < max(end, time.monotonic() + 0.5):
+        last = max(end, time.monotonic() + 0.5)  # what has ended must still reach its caller
+        while self.exchanges and time.monotonic() < last:
             await asyncio.sleep(0.02)
         self._readers.shutdown(wait=False)
