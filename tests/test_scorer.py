@@ -31,7 +31,9 @@ def scored(causal: bool = True, child: float = 1.0, inner: int = 0):
     head = tiny.head(causal)
     params = tiny.random_like(scorer.shapes(16, RANK, inner, jnp.float32), 3)
     params["child"] = child * params["child"]
-    draft = dataclasses.replace(head.draft, config=dataclasses.replace(head.config, scorer_rank=RANK, scorer_width=inner))
+    draft = dataclasses.replace(
+        head.draft, config=dataclasses.replace(head.config, scorer_rank=RANK, scorer_width=inner)
+    )
     return dataclasses.replace(head, draft=draft, params=head.params | {"scorer": params})
 
 

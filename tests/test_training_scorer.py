@@ -108,7 +108,14 @@ def test_a_run_leaves_a_scorer_beside_its_head(finished, loaded, tmp_path):
     """A scorer for a head that is there: files, what is refused, and decoding with and without it."""
     run, given, _ = finished
     bare = run / "head"
-    change = {"init_head": str(bare), "scorer_rank": 5, "scorer_width": 6, "frozen_head": True, "steps": 6, "peak_lr": 5e-2}
+    change = {
+        "init_head": str(bare),
+        "scorer_rank": 5,
+        "scorer_width": 6,
+        "frozen_head": True,
+        "steps": 6,
+        "peak_lr": 5e-2,
+    }
     shutil.copytree(run / "answers", tmp_path / "more" / "answers")
     quick = {"decode_prompts": "", "eval_every": 6}
     assert pipeline.run(settings.make(given | change | quick, "c"), tmp_path / "more", print)

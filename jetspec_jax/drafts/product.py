@@ -1,6 +1,6 @@
 """Parents of a scorer as a product: the projected token, gated by the slot.
 
-    parent(h, e) = (1 + h G) (e P)
+parent(h, e) = (1 + h G) (e P)
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
