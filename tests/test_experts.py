@@ -27,8 +27,8 @@ F32, BF16 = jnp.float32, jnp.bfloat16
 mixture = jax.jit(gpu_experts.mixture, static_argnums=(4, 5, 6))
 oracle = jax.jit(lambda x, *weights: moe.feed_forward(x[None], *weights)[0], static_argnums=(4, 5))
 
-# rows, hidden, inner, experts, experts a row; then how the rows are spread: over all experts, all to the same ones, or
-# half of them to the same
+# rows, hidden, inner, experts, experts a row; then how the rows are spread: over all experts, all to the same ones, half
+# of them to the same, or 16 to the same ones and the others to others
 A30B = (2048, 768, 128, 8)
 SHAPES = {
     "one row": ((1, 64, 48, 8, 2), "spread"),
@@ -38,6 +38,7 @@ SHAPES = {
     "lists of one tile": ((17, 64, 48, 12, 3), "spread"),
     "lists of a middle tile": ((41, 64, 48, 8, 2), "half"),
     "lists of the largest tile": ((70, 64, 48, 8, 2), "half"),
+    "lists that fill their tiles": ((48, 32, 16, 8, 2), "filled"),
     "several tiles of one expert": ((150, 32, 32, 5, 2), "same"),
     "an expert a row": ((19, 32, 16, 4, 1), "spread"),
     "all experts": ((5, 32, 16, 4, 4), "spread"),
@@ -46,7 +47,7 @@ SHAPES = {
 }
 HERE = [
     ("one row", F32), ("fewer places than experts", BF16), ("more places than experts", F32),
-    ("lists of the largest tile", F32), ("several tiles of one expert", BF16),
+    ("lists of the largest tile", F32), ("lists that fill their tiles", F32), ("several tiles of one expert", BF16),
 ]  # fmt: skip
 SMALL = [name for name in SHAPES if "A3B" not in name]
 RUNS = [pytest.param(*run, True) for run in HERE]
@@ -67,9 +68,10 @@ def weights(sizes, dtype, how="spread"):
     scaled = lambda x, size: (x / np.sqrt(size)).astype(dtype)
     x, router = draw(rows, hidden), scaled(draw(hidden, experts), hidden)
     if how != "spread":
-        every = {"same": 1, "half": 2}[how]
-        x = x.at[:, 0].set(jnp.where(jnp.arange(rows) % every == 0, 4, 0))
-        router = router.at[0].set(0).at[0, -count:].add(10)
+        row = jnp.arange(rows)
+        first = {"same": row >= 0, "half": row % 2 == 0, "filled": row < 16}[how]
+        x = x.at[:, 0].set(jnp.where(first, 4, 0)).at[:, 1].set(jnp.where(first | (how == "half"), 0, 4))
+        router = router.at[:2].set(0).at[0, -count:].add(10).at[1, :count].add(10)
     return x, router, scaled(draw(experts, hidden, 2, inner), hidden), scaled(draw(experts, inner, hidden), inner)
 
 
