@@ -27,8 +27,8 @@ F32, BF16 = jnp.float32, jnp.bfloat16
 mixture = jax.jit(gpu_experts.mixture, static_argnums=(4, 5, 6))
 oracle = jax.jit(lambda x, *weights: moe.feed_forward(x[None], *weights)[0], static_argnums=(4, 5))
 
-# rows, hidden, inner, experts, experts a row; then how the rows are spread: over all experts, all to the same ones, half
-# of them to the same, or 16 to the same ones and the others to others
+# rows, hidden, inner, experts, experts a row; then how the rows are spread: over all experts, all to the same ones,
+# half of them to the same, or 16 to the same ones and the others to others
 A30B = (2048, 768, 128, 8)
 SHAPES = {
     "one row": ((1, 64, 48, 8, 2), "spread"),
