@@ -16,6 +16,7 @@ COMMANDS = {
     "attention": "--shape tiny --rows 3 --lengths 40 --slots 64 --repeats 1 --choices xla pallas",
     "decode_latency": "--shape tiny-moe --dtype float32 --budgets 4 --contexts 24:64 --steps 8 --repeats 1 --parts",
     "long_context": "--shape tiny --prompts 40 --new 6 --budget 4 --chunk 16 --repeats 1",
+    "moe": "--shape tiny-moe --rows 3 20 --layers 2 --dtype float32 --repeats 1",
     "products": "--shape tiny --rows 3 --names qkv gate_up --repeats 1",
     "start_up": "--shape tiny --dtype float32 --budget 4 --prompt 24 --slots 64",
     "synthetic_accept": "--shape tiny --dtype float32 --budgets 4 --accept 3 --length 24 --slots 96 --steps 8",
@@ -73,15 +74,16 @@ def check_products(found):
     assert all(0 <= row["error"] <= found["bound"] for row in found["rows"])
 
 
-@pytest.mark.parametrize("name", ["tree_build", "products", "attention"])
+@pytest.mark.parametrize("name", ["tree_build", "products", "attention", "moe"])
 def test_a_wrong_kernel_is_the_exit_status(name, monkeypatch, capsys):
     """The kernel's result is changed; the bench still prints its line."""
-    from jetspec_jax.backends.kernels import gpu_attention, gpu_layer, gpu_loop
+    from jetspec_jax.backends.kernels import gpu_attention, gpu_experts, gpu_layer, gpu_loop
 
     module, function = {
         "tree_build": (gpu_loop, "grow"),
         "products": (gpu_layer, "matmul"),
         "attention": (gpu_attention, "attend"),
+        "moe": (gpu_experts, "mixture"),
     }[name]
     right = getattr(module, function)
 

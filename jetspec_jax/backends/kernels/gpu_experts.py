@@ -29,6 +29,10 @@ TILE = 16  # rows of the smallest tile
 TILES = (16, 32, 64)
 
 
+# The rows' experts [R * k]; or, of more than `TILE` rows, the result of `lists`.
+Found = tuple[jax.Array, ...]
+
+
 class Cut(NamedTuple):
     """One program's share of an expert: columns of its result, depth of a step of the sum."""
 
@@ -85,13 +89,22 @@ def mixture(  # noqa: PLR0913  # the weights of a layer, and what is static
     rows, hidden = x.shape
     experts, inner = down.shape[:2]
     cut = cut or cuts(rows, hidden, inner)
-    logits = einsum("re,ex->rx", x, router, jnp.float32)[None]
-    if gpu_layer.tileable(hidden, experts):
+    weight, found = route(x, router, count, normalize, interpret)
+    wide = gate_up_product(x, gate_up.reshape(experts, hidden, 2 * inner), found, count, cut.gate_up, interpret)
+    return down_product(wide, down, weight, found, cut.down, interpret)
+
+
+def route(
+    x: Float[Array, "R E"], router: Float[Array, "E X"], count: int, normalize: bool, interpret: bool = False
+) -> tuple[Float[Array, "R k"], Found]:
+    """Returns weights of every row's experts, and which they are."""
+    experts = router.shape[1]
+    if gpu_layer.tileable(*router.shape):
         logits = gpu_layer.matmul(x, router, interpret)
+    else:
+        logits = einsum("re,ex->rx", x, router, jnp.float32)[None]
     weight, expert = choose(logits, count, normalize, interpret)
-    found = (expert,) if rows <= TILE else lists(expert, experts, interpret)
-    wide = _gate_up(x, gate_up.reshape(experts, hidden, 2 * inner), found, count, cut.gate_up, interpret)
-    return _down(wide, down, weight, found, cut.down, interpret)
+    return weight, (expert.reshape(-1),) if len(x) <= TILE else lists(expert, experts, interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("count", "normalize", "interpret"))
@@ -251,8 +264,19 @@ def _slots(rows: int, count: int, experts: int) -> int:
     return min(rows * count, experts)
 
 
-def _gate_up(x, weights, found, count: int, cut: Cut, interpret: bool):
-    """silu(x @ gate) * (x @ up) of every routed row, [R * k, F]."""
+def gate_up_product(
+    x: Float[Array, "R E"], weights: Float[Array, "X E _"], found: Found, count: int, cut: Cut, interpret: bool = False
+) -> Float[Array, "routed F"]:
+    """Returns silu(x @ gate) * (x @ up) of every row for each of its `count` experts in turn.
+
+    Args:
+      x: normed rows.
+      weights: gate and, after it, up of each expert.
+      found: the rows' experts.
+      count: experts a row.
+      cut: how the product is cut.
+      interpret: runs without a GPU.
+    """
     (rows, hidden), (experts, _, both) = x.shape, weights.shape
     wide, depth, warps, stages = cut
     inner, slots = both // 2, _slots(rows, count, experts)
@@ -283,11 +307,23 @@ def _gate_up(x, weights, found, count: int, cut: Cut, interpret: bool):
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="experts_gate_up",
-    )(x, weights, *(y.reshape(-1) if len(found) == 1 else y for y in found))
+    )(x, weights, *found)
 
 
-def _down(wide_rows, weights, weight, found, cut: Cut, interpret: bool):
-    """What the routed rows' experts return, times their weights, [k, R, E]."""
+def down_product(
+    x: Float[Array, "routed F"], weights: Float[Array, "X F E"], weight: Float[Array, "R k"], found: Found, cut: Cut,
+    interpret: bool = False,
+) -> Float[Array, "k R E"]:  # fmt: skip
+    """Returns x @ down of every routed row, times its weight, in f32.
+
+    Args:
+      x: the result of `gate_up_product`.
+      weights: down of each expert.
+      weight: of the rows' experts.
+      found: which they are.
+      cut: how the product is cut.
+      interpret: runs without a GPU.
+    """
     (rows, count), (experts, inner, hidden) = weight.shape, weights.shape
     wide, depth, warps, stages = cut
     slots = _slots(rows, count, experts)
@@ -315,5 +351,5 @@ def _down(wide_rows, weights, weight, found, cut: Cut, interpret: bool):
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="experts_down",
-    )(wide_rows, weights, weight.reshape(-1), *(y.reshape(-1) if len(found) == 1 else y for y in found))
+    )(x, weights, weight.reshape(-1), *found)
     return out.reshape(count, rows, hidden)
