@@ -8,6 +8,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -52,10 +53,12 @@ def check_decode_latency(found):
     kv = 24 * 2 * 2 * 2 * 16
     assert plain["bytes"] == 4 * (weights + norms + 2 * expert + kv)  # a row chooses two experts of eight
     assert plain["flop"] == 2 * (weights + 2 * expert) + 4 * 24 * 64 * 2
-    # Four rows can choose all eight experts. The head: one layer, a block of 4 rows, 4 rows of context.
+    # Four rows can choose all eight experts; some do. The head: one layer, a block of 4 rows, 4 rows of context.
+    assert plain["experts_by_layer"] == [2] and 2 <= tree["experts_by_layer"][0] <= 8
+    touched = tree["experts_by_layer"][0]
     head, fc = attention + dense, 2 * 64 * 64
     of_head = 4 * (head + fc + (2 * 64 + 2 * 16) + 2 * 64 + kv // 2)
-    assert tree["bytes"] == 4 * (weights + norms + 8 * expert + kv + table) + of_head
+    assert tree["bytes"] == 4 * (weights + norms + touched * expert + kv + table) + of_head
     block = 2 * 4 * head + 4 * 4 * 24 * 64 + 2 * 4 * (fc + 64 * 64) + 2 * 3 * table
     assert tree["flop"] == 4 * plain["flop"] + block
     for row in found["rows"]:
@@ -110,3 +113,29 @@ def test_the_demo_pair_is_the_shipped_one(monkeypatch):
     target, head = shapes.PAIRS["smollm2-135m"]
     assert (head.num_layers, head.tap_layers, head.mask_token_id) == (4, (1, 8, 14, 20, 27), 16)
     assert not head.differing(target)
+
+
+def test_experts_are_counted_layer_by_layer(monkeypatch):
+    """Beside a walk through the same step's rows with NumPy; the rows of both sequences count together."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import shapes
+    import touched
+
+    from jetspec_jax.backends.xla import XLA
+    from jetspec_jax.loop import decoder
+    from jetspec_jax.loop.plain import PLAIN
+
+    pair = shapes.random_pair("tiny-moe", "float32", "xla")
+    static = decoder.Decoder(pair.target, PLAIN, 64)
+    state = shapes.state_at(static, pair.plain, 24, 2, 1)
+    rows, real = [], XLA.mixture
+
+    def noted(self, x, router, *rest):
+        rows.append((np.asarray(x).reshape(-1, x.shape[-1]), np.asarray(router)))
+        return real(self, x, router, *rest)
+
+    found = touched.by_layer(static, pair.plain, state, 1)
+    with monkeypatch.context() as patched, jax.disable_jit():
+        patched.setattr(XLA, "mixture", noted)
+        decoder.step(static, pair.plain, state)
+    assert found == [len(np.unique(np.argsort(-(x @ router), 1)[:, :2])) for x, router in rows] and len(found) == 1
