@@ -139,3 +139,24 @@ def test_experts_are_counted_layer_by_layer(monkeypatch):
         patched.setattr(XLA, "mixture", noted)
         decoder.step(static, pair.plain, state)
     assert found == [len(np.unique(np.argsort(-(x @ router), 1)[:, :2])) for x, router in rows] and len(found) == 1
+
+
+def test_the_model_of_touched_experts(monkeypatch, capsys):
+    """Even routing touches what chance says, correlated nodes fewer; a chain's tokens are a geometric series."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import experts
+
+    mixture = experts.shapes.PAIRS["qwen3-30b-a3b"][0].moe
+    parents, odds = experts.grown(0.9, (2, 5), 15)
+    assert parents.tolist() == [-1, 0, 1, 2, 3] and odds == pytest.approx([0.9**d for d in range(5)], rel=1e-6)
+    even = experts.experts((parents, odds), (2, 5), mixture, (0.0, 0.0), 2000)
+    for nodes in (1, 2, 5):
+        assert even[nodes] == pytest.approx(128 * (1 - (1 - 8 / 128) ** nodes), rel=0.01)
+    alike = experts.experts((parents, odds), (2, 5), mixture, (0.0, 1.0), 50)
+    assert alike == {1: 8, 2: 8, 5: 8}
+    skewed = experts.experts((parents, odds), (2, 5), mixture, (0.5, 0.5), 200)
+    assert 8 < skewed[5] < even[5]
+    assert experts.main(["--budgets", "2", "4", "--layers", "20", "--hits", "0.7"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("| plain step | 8.0 | 1.32 | 1.00 |") and "| hit rate 0.7 |" in lines[-1]
+    assert experts.main(["--measured", "nowhere.json"]) == 1
