@@ -198,7 +198,7 @@ class Mixture:
         """One part of the kernels, and for each layer what comes to it from the part before."""
         m, rows = self.moe, x.shape[1]
         experts, inner, count = m.num_experts, m.intermediate_size, m.experts_per_token
-        usual, here = gpu_experts.cuts(rows, self.hidden, inner), jax.default_backend() != "gpu"
+        usual, here = gpu_experts.cuts(rows, self.hidden, inner, x.dtype), jax.default_backend() != "gpu"
 
         def route(x, layer):
             return gpu_experts.route(x[0], layer["router"], count, m.normalize_top_k, here)

@@ -54,9 +54,11 @@ def supported(hidden: int, inner: int) -> bool:
     return hidden % 16 == 0 and inner % 16 == 0
 
 
-def cuts(rows: int, hidden: int, inner: int) -> Cuts:
+def cuts(rows: int, hidden: int, inner: int, dtype=jnp.bfloat16) -> Cuts:
     """Returns the cut for `rows` rows of `hidden` numbers and experts of `inner`."""
     divisor = lambda size, *sizes: next(s for s in (*sizes, 64, 32, 16) if size % s == 0)
+    if jnp.dtype(dtype).itemsize > 2:  # no matrix unit: what a tile adds up is held by few registers
+        return Cuts(Cut(divisor(inner, 32), divisor(hidden, 32)), Cut(divisor(hidden, 32), divisor(inner, 32)))
     # One row has eight experts: narrow shares, so that every multiprocessor reads.
     few = rows == 1
     gate_up = Cut(divisor(inner, 32 if few else 64), divisor(hidden, 128 if few else 64))
@@ -88,7 +90,7 @@ def mixture(  # noqa: PLR0913  # the weights of a layer, and what is static
     """
     rows, hidden = x.shape
     experts, inner = down.shape[:2]
-    cut = cut or cuts(rows, hidden, inner)
+    cut = cut or cuts(rows, hidden, inner, x.dtype)
     weight, found = route(x, router, count, normalize, interpret)
     wide = gate_up_product(x, gate_up.reshape(experts, hidden, 2 * inner), found, count, cut.gate_up, interpret)
     return down_product(wide, down, weight, found, cut.down, interpret)

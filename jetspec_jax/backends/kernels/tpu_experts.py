@@ -10,8 +10,7 @@ Slots after the last chosen expert name its last block again, which is not copie
 VMEM at the sizes of Qwen3-30B-A3B and 256 rows: 6 MiB of weights (two blocks on their way), 2 MiB of rows, 4 MiB of
 results. The default limit is 16 MiB.
 
-XLA may store weights [X, E, 2, F] in another order than [X, E, 2 F], which the kernel takes; it then gets a copy. In a
-decoding loop, look for it in the compiled program.
+Gate and up lie in turn along the sublanes, as XLA stores them: merged, they would be copied, all experts of them.
 
 No TPU has run this. The interpreter proves the numbers, and the TPU compiler takes it. Sizes are reasoned, not
 measured.
@@ -64,20 +63,15 @@ def mixture(
     def block(slot, at, order_ref, total_ref):
         return order_ref[slot], jnp.where(slot < total_ref[0], at, blocks - 1)
 
-    def gate(slot, at, *refs):
+    def front(slot, at, *refs):
         chosen, at = block(slot, at, *refs)
-        return chosen, 0, at
-
-    def up(slot, at, *refs):
-        chosen, at = block(slot, at, *refs)
-        return chosen, 0, blocks + at
+        return chosen, 0, 0, at
 
     def back(slot, at, *refs):
         chosen, at = block(slot, at, *refs)
         return chosen, at, 0
 
     whole = lambda *_: (0, 0)
-    both = gate_up.reshape(experts, hidden, 2 * inner)
     return pl.pallas_call(
         _kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -86,8 +80,7 @@ def mixture(
             in_specs=[
                 pl.BlockSpec((rows, hidden), whole),
                 pl.BlockSpec((rows, experts), whole),
-                pl.BlockSpec((None, hidden, wide), gate),
-                pl.BlockSpec((None, hidden, wide), up),
+                pl.BlockSpec((None, hidden, 2, wide), front),
                 pl.BlockSpec((None, wide, hidden), back),
             ],
             out_specs=pl.BlockSpec((rows, hidden), whole),
@@ -97,10 +90,10 @@ def mixture(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         interpret=interpret,
         name="experts",
-    )(order, total[None], x, weights, both, both, down)
+    )(order, total[None], x, weights, gate_up, down)
 
 
-def _kernel(order_ref, total_ref, x_ref, weight_ref, gate_ref, up_ref, down_ref, out_ref, sum_ref):  # noqa: PLR0913
+def _kernel(order_ref, total_ref, x_ref, weight_ref, front_ref, down_ref, out_ref, sum_ref):  # noqa: PLR0913
     slot, at = pl.program_id(0), pl.program_id(1)
     dtype = x_ref.dtype
 
@@ -114,7 +107,7 @@ def _kernel(order_ref, total_ref, x_ref, weight_ref, gate_ref, up_ref, down_ref,
     @pl.when(slot < total_ref[0])
     def _():
         # Rounded where the XLA path rounds: after each product.
-        gate, up = (product(x_ref[...], ref[...]).astype(dtype).astype(jnp.float32) for ref in (gate_ref, up_ref))
+        gate, up = (product(x_ref[...], front_ref[:, i]).astype(dtype).astype(jnp.float32) for i in range(2))
         wide = (gate * jax.nn.sigmoid(gate)).astype(dtype).astype(jnp.float32) * up
         lane = jax.lax.broadcasted_iota(jnp.int32, weight_ref.shape, 1)
         own = jnp.where(lane == order_ref[slot], weight_ref[...], 0).sum(1, keepdims=True)
