@@ -7,8 +7,8 @@ all rows and the result masked, since the matrix unit takes 128 rows in the time
 Slots after the last chosen expert name its last block again, which is not copied again. The oracle is
 `moe.feed_forward`.
 
-VMEM at the sizes of Qwen3-30B-A3B and 256 rows: 6 MiB of weights (two blocks on their way), 2 MiB of rows, 4 MiB of
-results. The default limit is 16 MiB.
+VMEM at the sizes of Qwen3-30B-A3B and 256 rows: 3 MiB of weights (two blocks on their way), 2 MiB of rows, 4 MiB of
+results, and as much again for what is on its way through the units. The default limit is 16 MiB.
 
 Gate and up lie in turn along the sublanes, as XLA stores them: merged, they would be copied, all experts of them.
 
@@ -28,7 +28,7 @@ from jetspec_jax.layers import moe
 from jetspec_jax.layers.numerics import precision
 
 LANES = 128
-BLOCK = 3 * 2**20  # bytes of weights that one program multiplies, at most
+BLOCK = 3 * 2**19  # bytes of weights that one program multiplies, at most
 
 
 def supported(hidden: int, inner: int) -> bool:
