@@ -278,5 +278,6 @@ def candidates(rows: int, hidden: int, inner: int, name: str, size: int):
         step = size * depth * (columns * products + tile)
         whole = sum_ % depth == 0 and width % columns == 0
         shares = 8 * 1024 * size // 2 <= depth * columns * products * size <= 64 * 1024
-        if whole and shares and step * stages <= SHARED and (warps != 8 or columns * depth * products >= 128 * 64):
+        many = columns * products > 128  # more than the registers of four warps hold beside the rest
+        if whole and shares and step * stages <= SHARED and (warps == 8 or not many):
             yield Cut(columns, depth, warps, stages)

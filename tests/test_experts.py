@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from kernels import cuda_text, near, normal, verify
+from checks import cuda_text, near, normal, verify
 
 from jetspec_jax.backends import hopper
 from jetspec_jax.backends.hopper import Hopper

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import near, normal
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
-from kernels import near, normal
 
 from jetspec_jax.backends import tpu
 from jetspec_jax.backends.kernels import tpu_experts
