@@ -97,7 +97,7 @@ def test_the_compiler_takes_it(chip, monkeypatch):
     pytest.importorskip("libtpu")
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # no cloud to ask what TPU this is
     device = topologies.get_topology_desc(platform="tpu", topology_name=chip).devices[0]
-    for sizes in A30B[::3]:
+    for sizes in A30B:
         given = abstract(*sizes[:4], BF16, jax.sharding.SingleDeviceSharding(device))
         compiled = jax.jit(tpu_experts.mixture, static_argnums=(4, 5)).lower(*given, sizes[4], True).compile()
         assert "tpu_custom_call" in compiled.as_text()

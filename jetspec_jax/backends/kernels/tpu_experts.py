@@ -80,7 +80,7 @@ def mixture(
             in_specs=[
                 pl.BlockSpec((rows, hidden), whole),
                 pl.BlockSpec((rows, experts), whole),
-                pl.BlockSpec((None, hidden, 2, wide), front),
+                pl.BlockSpec((1, hidden, 2, wide), front),
                 pl.BlockSpec((None, wide, hidden), back),
             ],
             out_specs=pl.BlockSpec((rows, hidden), whole),
@@ -107,7 +107,7 @@ def _kernel(order_ref, total_ref, x_ref, weight_ref, front_ref, down_ref, out_re
     @pl.when(slot < total_ref[0])
     def _():
         # Rounded where the XLA path rounds: after each product.
-        gate, up = (product(x_ref[...], front_ref[:, i]).astype(dtype).astype(jnp.float32) for i in range(2))
+        gate, up = (product(x_ref[...], w).astype(dtype).astype(jnp.float32) for w in _halves(front_ref))
         wide = (gate * jax.nn.sigmoid(gate)).astype(dtype).astype(jnp.float32) * up
         lane = jax.lax.broadcasted_iota(jnp.int32, weight_ref.shape, 1)
         own = jnp.where(lane == order_ref[slot], weight_ref[...], 0).sum(1, keepdims=True)
@@ -117,3 +117,12 @@ def _kernel(order_ref, total_ref, x_ref, weight_ref, front_ref, down_ref, out_re
     @pl.when((slot == pl.num_programs(0) - 1) & (at == pl.num_programs(1) - 1))
     def _():
         out_ref[...] = sum_ref[...].astype(dtype)
+
+
+def _halves(front_ref):
+    """Gate and up [E, F] of a block [1, E, 2, F]; in bf16 they are the halves of words, and nothing need be moved."""
+    if front_ref.dtype != jnp.bfloat16:
+        return front_ref[0, :, 0], front_ref[0, :, 1]
+    word = front_ref.bitcast(jnp.int32)[0, :, 0]
+    wide = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16)
+    return wide(word << 16), wide(word & jnp.int32(-65536))
