@@ -64,9 +64,12 @@ def test_resolve(device, where, choice, dtype, head_dim, wanted):
 
 
 def test_backends_of_different_devices_differ():
-    """They are keys of programs. A TPU has a kernel for attention and for nothing else."""
+    """They are keys of programs. A TPU has kernels for attention and experts alone."""
     assert len({XLA(), PLAIN_XLA, CuDNN(), Hopper(), TPU()}) == 4
-    assert {name for name in vars(TPU) if callable(getattr(XLA, name, None)) and name[0] != "_"} == {"attend"}
+    assert {name for name in vars(TPU) if callable(getattr(XLA, name, None)) and name[0] != "_"} == {
+        "attend",
+        "mixture",
+    }
 
 
 @pytest.mark.parametrize(

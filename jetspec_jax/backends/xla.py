@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jetspec_jax.layers import attention, rope
+from jetspec_jax.layers import attention, moe, rope
 from jetspec_jax.layers.cache import KV, Cache, take, write
 from jetspec_jax.layers.numerics import einsum, rms_norm
 from jetspec_jax.loop import tree
@@ -40,6 +40,18 @@ class XLA:
         inner, _, outer = gate_up.shape
         gate, up = jnp.split(einsum("bte,ef->btf", x, gate_up.reshape(inner, 2 * outer)), 2, axis=-1)
         return jax.nn.silu(gate) * up
+
+    def mixture(
+        self,
+        x: Float[Array, "B T E"],
+        router: Float[Array, "E X"],
+        gate_up: Float[Array, "X E 2 F"],
+        down: Float[Array, "X F E"],
+        experts_per_token: int,
+        normalize_top_k: bool,
+    ) -> jax.Array:
+        """Returns what the rows' experts make of them as a product; arguments of `moe.feed_forward`."""
+        return moe.feed_forward(x, router, gate_up, down, experts_per_token, normalize_top_k)
 
     def add_norm(
         self, x: Float[Array, "B T E"], product: jax.Array | None, weight: Float[Array, " E"], eps: float

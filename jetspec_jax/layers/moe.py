@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jetspec_jax.layers.numerics import einsum, precision
+
+
+def choose(
+    x: Float[Array, "R E"], router: Float[Array, "E X"], experts_per_token: int, normalize_top_k: bool
+) -> tuple[Float[Array, "R k"], Int[Array, "R k"]]:
+    """Returns weights and ids of each row's experts, the most probable first; arguments of `feed_forward`."""
+    probability = jax.nn.softmax(einsum("re,ex->rx", x, router, jnp.float32), axis=-1)
+    weight, expert = jax.lax.top_k(probability, experts_per_token)
+    return (weight / weight.sum(-1, keepdims=True) if normalize_top_k else weight), expert
 
 
 def feed_forward(
@@ -32,11 +41,7 @@ def feed_forward(
     """
     batch, rows, hidden = x.shape
     flat = x.reshape(-1, hidden)
-    probability = jax.nn.softmax(einsum("re,ex->rx", flat, router, jnp.float32), axis=-1)
-    weight, expert = jax.lax.top_k(probability, experts_per_token)
-    if normalize_top_k:
-        weight = weight / weight.sum(-1, keepdims=True)
-
+    weight, expert = choose(flat, router, experts_per_token, normalize_top_k)
     order = jnp.argsort(expert.reshape(-1), stable=True)  # routed rows, grouped by expert
     source = order // experts_per_token
     sizes = jnp.bincount(expert.reshape(-1), length=router.shape[1]).astype(jnp.int32)

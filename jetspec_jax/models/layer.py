@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jetspec_jax.backends.xla import PLAIN_XLA, XLA
 from jetspec_jax.config import HeadConfig, ModelConfig, Sizes
-from jetspec_jax.layers import moe, rope
+from jetspec_jax.layers import rope
 from jetspec_jax.layers.cache import KV
 from jetspec_jax.layers.numerics import einsum, rms_norm
 
@@ -86,7 +86,7 @@ class Layer(nnx.Module):
     def _feed_forward(self, h, backend: XLA):
         m = self.config.moe
         if m is not None and self.sparse:
-            return moe.feed_forward(
+            return backend.mixture(
                 h, self.router[...], self.gate_up[...], self.down[...], m.experts_per_token, m.normalize_top_k
             )
         return backend.matmul(backend.swiglu(h, self.gate_up[...]), self.down[...])
