@@ -21,9 +21,13 @@ LONG = 512  # rows of a call up to which attention is ours: rounds, and prompts 
 
 @dataclasses.dataclass(frozen=True)
 class Hopper(XLA):
-    """Kernels for attention, few-row products, what lies between them, commit and best-first trees."""
+    """Kernels for attention, few-row products, what lies between them, commit and best-first trees.
+
+    experts: whether those of a mixture are ours too.
+    """
 
     name: ClassVar[str] = "pallas"
+    experts: bool = True
 
     def matmul(self, x, w):
         rows = x.shape[0] * x.shape[1]
@@ -41,7 +45,7 @@ class Hopper(XLA):
 
     def mixture(self, x, router, gate_up, down, experts_per_token, normalize_top_k):
         rows, (_, inner, hidden) = x.shape[0] * x.shape[1], down.shape
-        if rows > ROUTED or not gpu_experts.supported(hidden, inner):
+        if not self.experts or rows > ROUTED or not gpu_experts.supported(hidden, inner):
             return super().mixture(x, router, gate_up, down, experts_per_token, normalize_top_k)
         weights = router, gate_up, down, experts_per_token, normalize_top_k
         return gpu_experts.mixture(x.reshape(rows, -1), *weights, _interpreted()).reshape(-1, *x.shape)
