@@ -156,15 +156,15 @@ def test_from_which_rows_on_and_for_which_sizes_xla_computes_it(monkeypatch):
     monkeypatch.setattr(gpu_experts, "mixture", lambda *args: (seen.append(args), real(*args))[1])
     shape = lambda *s: jax.ShapeDtypeStruct(s, F32)
 
-    def ours(batch, rows, inner=16, how=Hopper()):
+    def ours(batch, rows, inner=16, **options):
         seen.clear()
         arrays = shape(batch, rows, 32), shape(32, 8), shape(8, 32, 2, inner), shape(8, inner, 32)
-        out = jax.eval_shape(functools.partial(how.mixture, experts_per_token=2, normalize_top_k=True), *arrays)
+        out = jax.eval_shape(functools.partial(Hopper(**options).mixture, experts_per_token=2, normalize_top_k=True), *arrays)
         assert out.shape[-3:] == (batch, rows, 32)
         return bool(seen)
 
     assert ours(1, 1) and ours(1, hopper.ROUTED) and ours(4, hopper.ROUTED // 4)
-    assert not ours(1, hopper.ROUTED + 1) and not ours(1, 1, inner=24) and not ours(1, 1, how=Hopper(experts=False))
+    assert not ours(1, hopper.ROUTED + 1) and not ours(1, 1, inner=24) and not ours(1, 1, experts=False)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 256])
