@@ -7,7 +7,7 @@ import tiny
 
 from jetspec_jax import methods, speculate
 from jetspec_jax.command import UsageError
-from jetspec_jax.config import SamplingConfig, TreeConfig
+from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import drafters, lost, trace
 from jetspec_jax.files.load import load_drafter
 from jetspec_jax.layers import vocabulary
@@ -68,6 +68,11 @@ def test_every_tree_has_its_chain_beside_it_and_every_chain_stands_once():
         "plain decoding", "jetspec auto", "jetspec tree 4", "jetspec chain 4", "dflash chain 5", "ngram tree 4",
         "ngram chain 4",
     ]  # fmt: skip
+
+
+def test_a_drafter_that_would_have_no_cell_is_refused():
+    with pytest.raises(ConfigError, match=r"budgets=auto: ngram drafts without probabilities.* give a number too"):
+        drafters.entries(loaded("jetspec", "ngram"), ["auto"])
 
 
 @pytest.mark.parametrize("method", ["eagle3", "ngram"])  # a block's lies in the comparison's test

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -208,10 +209,25 @@ def same(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """
     for name in [*new, *(name for name in old if name not in new)]:
         if name != "target" and old.get(name) != new.get(name):
+            where, was, now = parted(name, old.get(name), new.get(name))
             raise ConfigError(
-                f"{path}: begun with {name}={shown(old.get(name))}, now {shown(new.get(name))}; "
-                "give what it was, or name another --out"
+                f"{path}: begun with {where}={shown(was)}, now {shown(now)}; give what it was, or name another --out"
             )
+
+
+def parted(name: str, old: Any, new: Any) -> tuple[str, Any, Any]:
+    """Returns the first part in which two values of a setting differ: its name, and both.
+
+    Of tables and lists of lists a part is named, since what a message has room for may be equal in both.
+    """
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        key = next(key for key in (*new, *old) if (key in old, old.get(key)) != (key in new, new.get(key)))
+        return parted(f"{name}.{key}", old.get(key), new.get(key))
+    if isinstance(old, list) and isinstance(new, list) and any(isinstance(x, list) for x in (*old, *new)):
+        at = next(i for i, (a, b) in enumerate(itertools.zip_longest(old, new)) if a != b)
+        item = lambda values: values[at] if at < len(values) else None
+        return f"{name}[{at}]", item(old), item(new)
+    return name, old, new
 
 
 def _encoded(value: Any) -> bytes:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jetspec_jax.evals.drafters import NO_DRAFT, Cell
-from jetspec_jax.evals.ledger import Request, Run
-from jetspec_jax.fields import ConfigError
+from jetspec_jax.evals.ledger import Request, Run, parted
+from jetspec_jax.fields import ConfigError, shown
 
 BINS = (256, 512, 1024, 2048, 4096)
 
@@ -114,8 +114,10 @@ def joined(found: Sequence[Summary]) -> Summary:
         for name in SAME:
             own, its = _said(first, name), _said(other, name)
             if own != its:
-                a, b = (str(value)[:60] for value in (own, its))
-                raise ConfigError(f"files of different {name}, {a} and {b}; give those of one comparison")
+                where, a, b = parted(name, own, its)
+                raise ConfigError(
+                    f"files of different {where}, {shown(a)} and {shown(b)}; give those of one comparison"
+                )
     seen: dict[tuple[str, float, Cell], Group] = {}
     for one in found:
         for group in one.groups:
