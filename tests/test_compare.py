@@ -156,17 +156,20 @@ class TestOverview:
             ("dtype", "bfloat16"),
             ("limit", 3),
             ("jax", "0"),
-            ("sets", {"x": [4, ""]}),
-            ("sampling", {"max_new_tokens": 9, "temperature": [0.0]}),
+            ("sets.x", [4, ""]),
+            ("sampling.max_new_tokens", 9),
         ],
     )
     def test_files_of_different_runs_are_not_joined(self, done, tmp_path, capsys, name, value):
+        key, _, inside = name.partition(".")
+        said = ledger.read(done / "run.jsonl").settings[key]
         paths = (
             part(done, tmp_path, "a.jsonl", ["jetspec"]),
-            part(done, tmp_path, "b.jsonl", ["ngram"], **{name: value}),
+            part(done, tmp_path, "b.jsonl", ["ngram"], **{key: said | {inside: value} if inside else value}),
         )
         assert compare.main(["--table", *map(str, paths), "--overview"]) == 1
-        assert f"files of different {name}" in capsys.readouterr().err
+        was = said.get(inside) if inside else said
+        assert f"files of different {name}, {was!r} and {value!r}; give" in capsys.readouterr().err
 
     def test_a_cell_of_two_files_is_named(self, done, tmp_path, capsys):
         path = part(done, tmp_path, "a.jsonl", ["jetspec"])
@@ -196,23 +199,25 @@ class TestGoingOn:
         assert compare.main(words(tmp_path)) == 0 and path.read_bytes() == before
 
     @pytest.mark.parametrize(
-        "more, name",
+        "more, said",
         [
-            (["--budgets", "8"], "cells"), (["--max_new_tokens", "8"], "sampling"), (["--limit", "2"], "limit"),
-            (["--top_k", "3"], "sampling"), (["--nolost"], "lost"), (["--temperatures", "0", "1"], "sampling"),
+            (["--budgets", "8"], "cells[1]=['jetspec', 'jetspec', 'tree', 4], now ['jetspec', 'jetspec', 'tree', 8]"),
+            (["--max_new_tokens", "8"], "sampling.max_new_tokens=24, now 8"), (["--limit", "2"], "limit=16, now 2"),
+            (["--top_k", "3"], "sampling.top_k=None, now 3"), (["--nolost"], "lost=True, now False"),
+            (["--temperatures", "0", "1"], "sampling.temperature=[0.0], now [0.0, 1.0]"),
         ],
     )  # fmt: skip
-    def test_a_setting_that_has_changed_is_refused_by_name(self, done, tmp_path, capsys, more, name):
+    def test_a_setting_that_has_changed_is_refused_by_name(self, done, tmp_path, capsys, more, said):
         path = copied(done, tmp_path)
         before = path.read_bytes()
         assert compare.main(words(tmp_path, *more)) == 1
         err = capsys.readouterr().err.splitlines()[-1]
-        assert f"run.jsonl: begun with {name}=" in err and "another --out" in err and path.read_bytes() == before
+        assert f"run.jsonl: begun with {said};" in err and "another --out" in err and path.read_bytes() == before
 
     def test_other_prompts_of_the_same_name_are_refused(self, done, tmp_path, capsys):
         copied(done, tmp_path)
         (tmp_path / "some.jsonl").write_text((tmp_path / "some.jsonl").read_text().replace("11", "13"))
-        assert compare.main(words(tmp_path)) == 1 and "begun with sets=" in capsys.readouterr().err
+        assert compare.main(words(tmp_path)) == 1 and "begun with sets.some=[4, " in capsys.readouterr().err
 
     def test_a_prompt_that_does_not_fit_is_named(self, tmp_path, capsys):
         prompts(tmp_path)
@@ -230,7 +235,7 @@ class TestGoingOn:
         for change in ({"context_window": 5}, {"calibration": {"version": 1, "temperature": [2.0] * depth}}):
             meta.write_text(json.dumps({"fitted_on": "x"} | change))
             assert compare.main(argv) == 1
-            assert "run.jsonl: begun with heads=" in capsys.readouterr().err and path.read_bytes() == before
+            assert "run.jsonl: begun with heads.jetspec=" in capsys.readouterr().err and path.read_bytes() == before
 
     def test_a_file_whose_first_line_is_half_there_is_begun_again(self, tmp_path):
         path = tmp_path / "x.jsonl"
@@ -440,6 +445,7 @@ class TestOptions:
             (["--prompts", "x", "--out", "y", "--budgets", "8", "8"], "--budgets: 8 8: one is there twice"),
             (["--prompts", "a/x.jsonl", "b/x.jsonl", "--out", "y"], "--prompts: x x: one is there twice"),
             (["--prompts", "x", "--out", "y", "--drafters", "oak"], "no method 'oak'"),
+            (["--table", "x", "--out", "y"], "--out with --table: nothing is decoded; leave it out"),
             (["--prompts", "x", "--out", "y", "--budgets", "1"], "--budgets=1: give a whole number in 2..1024"),
         ],
     )  # fmt: skip
@@ -447,6 +453,20 @@ class TestOptions:
         assert compare.main(argv) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1 and said in err
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_the_work(done, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(load, "load_target", None)
+    argv = words(tmp_path), ["--table", str(done / "run.jsonl")], ["--table", str(done / "run.jsonl"), "--overview"]
+    lost = str(tmp_path / "none" / "x.svg")
+    for more in argv:
+        assert compare.main([*more, "--svg", lost]) == 1
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1
+        assert (
+            err.startswith("compare: svg='/") and "cannot be written (No such file or directory); name another" in err
+        )
+    assert ceiling.main(["--svg", lost]) == 1 and "name another" in capsys.readouterr().err
 
 
 def boxes(svg: str) -> list[float]:
