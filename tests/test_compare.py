@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -60,6 +61,35 @@ def test_times_of_repeats_are_their_medians():
     where = 1, ledger.Key("some", 0, 0.0, drafters.NO_DRAFT.cell)
     made = compare._request(target, False, where, asked, runs, None, None)
     assert (made.prefill, made.decode, made.verdict) == (2.0, 5.0, "plain")
+
+
+def test_the_first_prompts_that_are_short_enough_are_read(tmp_path):
+    """A prompt as long as may be is in; of the two that are left out one is too long, and one is beyond the limit."""
+    prompts(tmp_path)
+    target = load.load_target(PAIR / "target")
+    args = types.SimpleNamespace(prompts=[str(tmp_path / "some.jsonl")], max_prompt_tokens=3, limit=2)
+    (found,) = compare.read(target, args, None)
+    assert [(p.place, p.id, p.ids) for p in found.prompts] == [(0, "some/0", PROMPTS[0]), (1, "some/1", PROMPTS[1])]
+    assert (found.name, found.room) == ("some", 3)
+
+
+def test_rounds_of_auto_are_not_recorded(tmp_path, monkeypatch):
+    """Their sizes follow the clock, so that a second decode would tell of other rounds."""
+    result = speculate.generate(load.load_target(PAIR / "target"), None, [PROMPTS[0]], None, SamplingConfig(2))[0]
+    monkeypatch.setattr(compare, "decode", lambda *_: result)
+    monkeypatch.setattr(compare.lost, "split", lambda *_: {"nothing": 1})
+    monkeypatch.setattr(compare, "judged", lambda *_: {"verdict": "equal", "parted_at": None, "margin": None})
+    cell = lambda shape: Cell("jetspec", "jetspec", shape, 8)
+    entries = [
+        drafters.NO_DRAFT, drafters.Entry(cell("auto"), None, TreeConfig("auto")),
+        drafters.Entry(cell("tree"), None, TreeConfig(8)),
+    ]  # fmt: skip
+    sampling, prompt = SamplingConfig(2), compare.Prompt(0, "a", PROMPTS[0], None)
+    part = compare.Set("some", [prompt], "")
+    task = compare.Task(None, entries, [part], [sampling], 1, True, False)
+    with ledger.opened(tmp_path / "x.jsonl", SETTINGS) as book:
+        compare._prompt(task, book, entries, part, prompt, sampling)
+    assert [r.lost for r in book.requests] == [None, None, {"nothing": 1}]
 
 
 def test_one_program_serves_all_prompts_of_a_set():
@@ -134,7 +164,7 @@ class TestOverview:
         one, two = part(done, tmp_path, "a.jsonl", ["jetspec"]), part(done, tmp_path, "b.jsonl", ["ngram"])
         whole = summary.of(ledger.read(done / "run.jsonl"))
         found = summary.joined([summary.of(ledger.read(path)) for path in (one, two)])
-        assert found.groups == whole.groups and found.totals == whole.totals
+        assert found.groups == whole.groups and found.totals == whole.totals and found.lengths == whole.lengths
         assert compare.main(["--table", str(one), str(two), "--overview", "--svg", str(tmp_path / "x.svg")]) == 0
         text = capsys.readouterr().out
         assert text.count("### ") == 3 and text.count("| plain decoding |") == 1
@@ -149,6 +179,22 @@ class TestOverview:
         shown = tables.overview(summary.joined([summary.of(ledger.read(path))]))
         (row,) = [line for line in shown.splitlines() if line.startswith("| jetspec chain 4") and line.count("|") == 4]
         assert row.count("(") == 2
+
+    def test_acceptance_by_prompt_length_of_all_files(self):
+        """Two prompts of each length in one file, one of the long ones in the other; a bin alone is no table."""
+        rows = [tree([0, 2, 5], 2.0), tree([1, 1], 2.0, prompt=1)]
+        long = [dataclasses.replace(r, prompt=r.prompt + 2, prompt_tokens=300) for r in (BASE, *rows)]
+        other = Cell("ngram", "ngram", "tree", 8)
+        mine = [dataclasses.replace(r, drafter="ngram", method="ngram") for r in (long[1], *rows)]
+        sets = {"a": [4, ""]}
+        one, two = of(BASE, *rows, *long, sets=sets), of(BASE, *mine, sets=sets, cells=[list(PLAIN), list(other)])
+        found = summary.joined([one, two])
+        assert [str(g.cell) for g in found.lengths["257-512"]] == ["plain decoding", "jetspec tree 8", "ngram tree 8"]
+        text = tables.overview(found)
+        assert "| cell | <= 256 (2 prompts) | 257-512 (2 prompts) |" in text
+        assert "| jetspec tree 8 | 2.80 [2.00, 3.33] | 2.80 [2.00, 3.33] |" in text
+        assert "| ngram tree 8 | 2.80 [2.00, 3.33] | (3.33) [3.33, 3.33] |" in text
+        assert "by prompt tokens" not in tables.overview(of(BASE, *rows))
 
     @pytest.mark.parametrize(
         "name, value",
@@ -321,6 +367,12 @@ class TestFigures:
         assert f.kept == (7, 2) and f.round_seconds == pytest.approx(2 / 3) and f.step_seconds == 1
         assert f.speedup == f.speedup_mean == pytest.approx(5) and f.efficiency == pytest.approx(1.5)
         assert f.tokens_per_second == 5
+
+    def test_the_interval_holds_what_draws_of_prompts_give(self):
+        """Two prompts of 3 and 9 tokens in 3 and 1 rounds: of draws of two a quarter is 1, a half 3, a quarter 9."""
+        assert summary.interval_95([3, 9], [3, 1]) == (1.0, 9.0)
+        low, high = summary.interval_95([20] * 50 + [40] * 50, [10] * 100)
+        assert 2.7 < low < 2.85 and 3.15 < high < 3.3  # 3 within 1.96 * 1 / sqrt(100)
 
     def test_two_prompts_pooled_and_each(self):
         """FC-50. Prompt 1: four tokens in two rounds of three seconds; plain decoding takes a second a token."""

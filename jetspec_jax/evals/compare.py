@@ -197,8 +197,10 @@ def read(target, args, thinking: bool | None) -> list[Set]:
         found: list[Prompt] = []
         gold = scorers.beside(path)
         for row in prompt_files.read(path):
+            if len(found) == args.limit:
+                break
             ids = row.encode(target, thinking)
-            if len(ids) <= args.max_prompt_tokens and len(found) < args.limit:
+            if len(ids) <= args.max_prompt_tokens:
                 found.append(Prompt(len(found), row.id, ids, gold.get(str(row.id))))
         if not found:
             raise ConfigError(f"{path}: no prompt has at most --max_prompt_tokens={args.max_prompt_tokens} tokens")
