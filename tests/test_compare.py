@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import resource
 import shutil
 import signal
 import subprocess
@@ -14,11 +15,11 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from jetspec_jax import speculate
+from jetspec_jax import baseline, speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import ceiling, chart, compare, drafters, ledger, summary, tables
 from jetspec_jax.evals.drafters import Cell
-from jetspec_jax.files import load
+from jetspec_jax.files import load, scorer_file
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAIR = ROOT / "tests" / "fixtures" / "peer_parity" / "dense_trained"
@@ -71,6 +72,39 @@ def test_the_first_prompts_that_are_short_enough_are_read(tmp_path):
     (found,) = compare.read(target, args, None)
     assert [(p.place, p.id, p.ids) for p in found.prompts] == [(0, "some/0", PROMPTS[0]), (1, "some/1", PROMPTS[1])]
     assert (found.name, found.room) == ("some", 3)
+
+
+def test_gold_answers_come_with_their_prompts_and_tell_files_apart(tmp_path):
+    prompts(tmp_path)
+    target, gold = load.load_target(PAIR / "target"), tmp_path / "some.gold.jsonl"
+    args = types.SimpleNamespace(prompts=[str(tmp_path / "some.jsonl")], max_prompt_tokens=9, limit=9)
+    (bare,) = compare.read(target, args, None)
+    found = []
+    for answer in ("1", "2"):
+        gold.write_text(json.dumps({"id": "some/1", "kind": "number", "answer": answer}) + "\n")
+        (read,) = compare.read(target, args, None)
+        assert [p.gold for p in read.prompts] == [None, {"kind": "number", "answer": answer}, None, None]
+        found.append(read.digest)
+    assert len({bare.digest, *found}) == 3
+
+
+def test_heads_are_told_apart_by_the_scorer_beside_them(tmp_path):
+    shutil.copytree(PAIR / "head", tmp_path / "head")
+    head = types.SimpleNamespace(source=str(tmp_path / "head"), draft=types.SimpleNamespace())
+    alone = compare._fingerprint(head)
+    shutil.copytree(PAIR / "head", tmp_path / "head" / scorer_file.FOLDER)  # any weights
+    assert compare._fingerprint(head) != alone
+
+
+@pytest.mark.parametrize(
+    "margin, std, verdict",
+    [(5e-5, 1.0, "tie"), (2e-4, 1.0, "differs"), (5e-5, 0.1, "differs"), (-1e-6, 1.0, "differs")],
+)
+def test_a_tie_is_a_margin_that_rounding_explains(monkeypatch, margin, std, verdict):
+    """In standard deviations of the logits; below zero the other token had the larger logit: no tie."""
+    monkeypatch.setattr(baseline, "first_difference", lambda *_: baseline.Difference(3, 1, 2, margin, std))
+    found = compare.judged(None, [1], [1], [2], SamplingConfig(4))
+    assert found == {"verdict": verdict, "parted_at": 3, "margin": pytest.approx(margin / std)}
 
 
 def test_rounds_of_auto_are_not_recorded(tmp_path, monkeypatch):
@@ -180,6 +214,22 @@ class TestOverview:
         (row,) = [line for line in shown.splitlines() if line.startswith("| jetspec chain 4") and line.count("|") == 4]
         assert row.count("(") == 2
 
+    def test_sets_temperatures_and_starts_of_all_files(self):
+        """One file has temperature 1 alone, the other 0 in two starts; sets keep their order, colder ones first."""
+        sets, two = {"b": [1, ""], "a": [1, ""]}, Cell("ngram", "ngram", "tree", 8)
+        hot = [dataclasses.replace(r, temperature=1.0, peak_bytes=3) for r in (BASE, tree([1], 1.0))]
+        cold = [dataclasses.replace(BASE, set="b", session=2), tree([2], 1.0, drafter="ngram", method="ngram")]
+        first = of(*hot, sets=sets, sampling={"temperature": [1.0]})
+        other = of(*cold, sets=sets, cells=[list(PLAIN), list(two)])
+        found = summary.joined([first, other])
+        assert (found.sessions, found.peak_bytes) == (3, 3)
+        assert found.settings["sampling"]["temperature"] == [0.0, 1.0]
+        assert [(g.temperature, g.set, str(g.cell)) for g in found.groups if g.figures] == [
+            (0.0, "b", "plain decoding"), (0.0, "a", "ngram tree 8"), (1.0, "a", "plain decoding"),
+            (1.0, "a", "jetspec tree 8"),
+        ]  # fmt: skip
+        assert summary.joined([other, first]).peak_bytes == 3
+
     def test_acceptance_by_prompt_length_of_all_files(self):
         """Two prompts of each length in one file, one of the long ones in the other; a bin alone is no table."""
         rows = [tree([0, 2, 5], 2.0), tree([1, 1], 2.0, prompt=1)]
@@ -251,6 +301,7 @@ class TestGoingOn:
             (["--max_new_tokens", "8"], "sampling.max_new_tokens=24, now 8"), (["--limit", "2"], "limit=16, now 2"),
             (["--top_k", "3"], "sampling.top_k=None, now 3"), (["--nolost"], "lost=True, now False"),
             (["--temperatures", "0", "1"], "sampling.temperature=[0.0], now [0.0, 1.0]"),
+            (["--run_code"], "run_code=False, now True"), (["--repeats", "2"], "repeats=1, now 2"),
         ],
     )  # fmt: skip
     def test_a_setting_that_has_changed_is_refused_by_name(self, done, tmp_path, capsys, more, said):
@@ -298,6 +349,25 @@ class TestGoingOn:
         with pytest.raises(ConfigError, match="no file of a comparison"), ledger.opened(path, SETTINGS):
             pass
         assert path.read_bytes() == b'{"kind": "something else'
+
+    def test_a_full_disk_is_one_line_and_costs_one_request(self, tmp_path):
+        """Files may have as many bytes as two requests and a half take; Python is told instead of ended."""
+        path, limits = tmp_path / "x.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+        with ledger.opened(path, SETTINGS) as book:
+            book.add(BASE)
+        line = len(path.read_bytes().splitlines()[1]) + 1
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + line + line // 2, limits[1]))
+        try:
+            said = r"x.jsonl: it cannot be written \(File too large\); make room, then the same command goes on"
+            with pytest.raises(ConfigError, match=said), ledger.opened(path, SETTINGS) as book:
+                for prompt in (1, 2, 3):
+                    book.add(dataclasses.replace(BASE, prompt=prompt))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert [r.prompt for r in ledger.read(path).requests] == [0, 1]
+        with ledger.opened(path, SETTINGS) as book:
+            book.add(dataclasses.replace(BASE, prompt=2))
+        assert [r.prompt for r in ledger.read(path).requests] == [0, 1, 2]
 
     def test_a_pipe_is_refused_and_not_waited_for(self, tmp_path):
         os.mkfifo(tmp_path / "pipe")
@@ -386,6 +456,8 @@ class TestFigures:
         f = of(BASE, tree([0, 2, 5], 2.0), tree([1, 1], 600.0, prompt=1)).groups[1].figures
         assert f.speedup == f.speedup_mean == pytest.approx(5) and f.prompts == 2
         assert of(tree([1], 1.0)).groups[1].figures.speedup is None
+        empty = tree([], 0.0, prompt=1, new_tokens=0)  # a limit of no token
+        assert of(BASE, tree([0, 2, 5], 2.0), empty).groups[1].figures.tokens_per_second == 5
         one = tree([], 0.0, new_tokens=1)  # the token that comes with the prompt
         f = of(dataclasses.replace(BASE, new_tokens=1, rounds=0, emitted=(), accept_lengths=(), decode=0.0), one)
         assert f.groups[1].figures.speedup is None and f.groups[1].figures.acceptance is None
@@ -420,6 +492,8 @@ class TestFigures:
         assert f.margin == 0.25 and f.verdicts == {"differs": 1, "tie": 1} and f.lost["no candidate"] == 4
         assert (f.scores, f.score_differs) == ({"right": 1, "wrong": 1}, 1)
         assert tables.verdicts(f) == "1 tie, 1 differs (margin up to 2.5e-01 std)"
+        erred = tree([0], 1.0, verdict="differs", margin=-0.5), tree([0], 1.0, prompt=1, verdict="tie", margin=1e-6)
+        assert of(BASE, other, *erred).groups[1].figures.margin == -0.5  # a tie's is none of a difference
         f = of(BASE, tree([0], 1.0, lost=lost), tree([0], 1.0, prompt=1)).groups[1].figures
         assert f.lost is None  # one of them does not say
 

@@ -1,6 +1,6 @@
 """The file of a comparison: its settings in the first line, then one line a request; it can be gone on with.
 
-A line is written whole and flushed, so that whatever ends the command costs at most the request it was at. The last
+A line is written at once, so that whatever ends the command costs at most the request it was at. The last
 line of a file whose writer was killed may be half there; it is cut off before new ones are written.
 """
 
@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import io
 import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from jetspec_jax.evals.drafters import Cell
 from jetspec_jax.fields import ConfigError, Fields, shown
@@ -150,7 +151,7 @@ class Ledger:
     requests: what it holds. session: number of this start, from 1.
     """
 
-    def __init__(self, file: BinaryIO, run: Run):
+    def __init__(self, file: io.FileIO, run: Run):
         self._file, self.requests = file, run.requests
         self.session = 1 + max((request.session for request in run.requests), default=0)
         self._done = {request.key: request for request in run.requests}
@@ -182,7 +183,7 @@ def opened(path: str | Path, settings: Mapping[str, Any]) -> Iterator[Ledger]:
     if path.exists() and not path.is_file():  # a pipe would wait for its reader
         raise ConfigError(f"out={shown(str(path))}: it is no regular file; name another")
     try:
-        file = open(path, "ab")  # noqa: SIM115  (closed below, with the lock)
+        file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed below, with the lock)
     except OSError as error:
         raise ConfigError(f"out={shown(str(path))}: it cannot be written ({error.strerror}); name another") from None
     with file:
@@ -234,6 +235,12 @@ def _encoded(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode() + b"\n"
 
 
-def _write(file: BinaryIO, line: bytes) -> None:
-    file.write(line)
-    file.flush()
+def _write(file: io.FileIO, line: bytes) -> None:
+    """Writes a line; without a buffer, so that a full disk is told once and here."""
+    try:
+        while line:
+            line = line[file.write(line) :]
+    except OSError as error:
+        raise ConfigError(
+            f"{file.name}: it cannot be written ({error.strerror}); make room, then the same command goes on"
+        ) from None
