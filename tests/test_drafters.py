@@ -1,5 +1,7 @@
 """What a comparison decodes with, and what its rounds lost, against a plain reading of the recorded rounds."""
 
+import pathlib
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from jetspec_jax import methods, speculate
 from jetspec_jax.command import UsageError
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import drafters, lost, trace
-from jetspec_jax.files.load import load_drafter
+from jetspec_jax.files.load import load_drafter, load_target
 from jetspec_jax.layers import vocabulary
 from jetspec_jax.loop import tree as trees
 from jetspec_jax.loop import verify
@@ -47,6 +49,14 @@ class TestWords:
     def test_a_method_that_needs_a_head_is_refused_without_one(self):
         with pytest.raises(UsageError, match="jetspec: it needs a head"):
             drafters.load(drafters.parse(["jetspec"]), TARGET, demo=False)
+
+
+def test_a_head_that_two_methods_draft_with_is_loaded_once():
+    folder = pathlib.Path(__file__).parent / "fixtures" / "peer_parity" / "dense_bidirectional"
+    target = load_target(folder / "target")
+    named = drafters.parse([f"ddtree={folder / 'head'}", "ngram", f"dflash={folder / 'head'}"])
+    (_, one), (_, other), (_, two) = drafters.load(named, target, demo=False)
+    assert one is two and one is not other and one.family == "dflash"
 
 
 def loaded(*words):

@@ -114,6 +114,7 @@ def load(named: Sequence[Named], target, demo: bool) -> list[tuple[Named, Any]]:
     from jetspec_jax.files import load as files
 
     found = []
+    heads: dict[str, Any] = {}  # of two methods that draft with one head there is one in memory
     for one in named:
         method = METHODS[one.method]
         if not method.head:
@@ -121,7 +122,10 @@ def load(named: Sequence[Named], target, demo: bool) -> list[tuple[Named, Any]]:
             continue
         if one.source is None and not demo:
             raise UsageError(f"--drafters {one.method}: it needs a head; {EXAMPLE}")
-        head = files.load_head(one.source or demo_pair.head_folder(), target)
+        source = str(one.source or demo_pair.head_folder())
+        if source not in heads:
+            heads[source] = files.load_head(source, target)
+        head = heads[source]
         methods.tree(one.method, TreeConfig(), head)  # refuses another family
         found.append((one, head))
     return found
