@@ -505,6 +505,8 @@ class TestFigures:
         found = of(BASE, long, tree([0, 2, 5], 2.0))
         assert list(found.lengths) == ["<= 256", "257-512"]
         assert [g.figures and g.figures.prompts for g in found.lengths["257-512"]] == [1, None]
+        found = of(BASE, dataclasses.replace(BASE, set="b"), sets={"a": [1, ""], "b": [1, ""]})
+        assert [(g.wanted, g.figures and g.figures.prompts) for g in found.lengths["<= 256"]] == [(2, 2), (2, None)]
 
 
 class TestTables:
