@@ -466,6 +466,8 @@ class TestFigures:
         """The longest of at most as many nodes. Tokens a second: 5 over 2.5 on one prompt, 1 over 2 on the other."""
         short, long, other = (Cell(d, d, "chain", n) for d, n in (("jetspec", 4), ("jetspec", 6), ("ngram", 8)))
         assert summary.chain_of(TREE, [PLAIN, short, long, other, TREE]) == long
+        equal = Cell("jetspec", "jetspec", "chain", 8)  # as many nodes as the tree, as most have
+        assert summary.chain_of(TREE, [short, equal, equal._replace(nodes=9)]) == equal
         assert summary.chain_of(long, [long]) is None and summary.chain_of(TREE, [other]) is None
         chains = [tree([0, 2, 5], 4.0, shape="chain", nodes=6), tree([1, 1], 2.0, shape="chain", nodes=6, prompt=1)]
         cells = [list(PLAIN), list(TREE), list(long)]
