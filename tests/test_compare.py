@@ -477,6 +477,20 @@ class TestFigures:
         found = of(*rows[:2], chains[0], cells=cells).groups
         assert found[1].figures.over_chain == (pytest.approx(2.0), 1, 1)
 
+    def test_each_temperature_is_beside_its_own_plain_decoding_and_chain(self):
+        """Plain decoding takes a second a token at temperature 0 and two at 1, where the chain is as slow as that."""
+        long = Cell("jetspec", "jetspec", "chain", 6)
+        hot = {"temperature": 1.0}
+        rows = [
+            BASE, tree([0, 2, 5], 2.0), tree([0, 2, 5], 4.0, shape="chain", nodes=6),
+            dataclasses.replace(BASE, decode=20.0, **hot), tree([0, 2, 5], 2.0, **hot),
+            tree([0, 2, 5], 20.0, shape="chain", nodes=6, **hot),
+        ]  # fmt: skip
+        found = of(*rows, cells=[list(PLAIN), list(TREE), list(long)], sampling={"temperature": [0.0, 1.0]})
+        for groups in (found.groups, found.totals, found.lengths["<= 256"]):
+            told = [(g.temperature, g.figures.speedup, g.figures.over_chain) for g in groups if g.cell == TREE]
+            assert told == [(0.0, 5.0, (2.0, 1, 1)), (1.0, 10.0, (10.0, 1, 1))]
+
     def test_what_the_limit_cut_is_not_given_out(self):
         f = of(BASE, tree([0, 2, 5], 2.0, emitted=(1, 3, 2))).groups[1].figures
         assert f.acceptance == 2 and f.kept == (7, 2)
