@@ -510,6 +510,7 @@ class TestFigures:
         assert tables.verdicts(f) == "1 tie, 1 differs (margin up to 2.5e-01 std)"
         erred = tree([0], 1.0, verdict="differs", margin=-0.5), tree([0], 1.0, prompt=1, verdict="tie", margin=1e-6)
         assert of(BASE, other, *erred).groups[1].figures.margin == -0.5  # a tie's is none of a difference
+        assert tables._kinds(f) == ["33.3%", "66.7%", "0.0%", "0.0%"]
         f = of(BASE, tree([0], 1.0, lost=lost), tree([0], 1.0, prompt=1)).groups[1].figures
         assert f.lost is None  # one of them does not say
 
