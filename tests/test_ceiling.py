@@ -5,9 +5,9 @@ import xml.etree.ElementTree as ET
 from fractions import Fraction
 
 import pytest
+from compared import BASE, of, tree
 from hypothesis import given
 from hypothesis import strategies as st
-from test_compare import BASE, of, tree
 
 from jetspec_jax.evals import ceiling
 from jetspec_jax.evals.drafters import Cell
