@@ -92,6 +92,22 @@ def test_block_heads_are_measured_in_the_rounds_of_a_chain():
                 assert trust[d, place] == pytest.approx(share, rel=1e-4)
 
 
+def test_rows_that_end_early_are_measured_up_to_their_end():
+    """Each says in a batch what it says alone; one whose first token ends it says nothing, and is not counted."""
+    target, head, prompts = tiny.target("dense"), tiny.head(True), [PROMPT, [7, 8]]
+    long, short = speculate.generate(target, None, prompts, None, SamplingConfig(12))
+    at = next(i for i, token in enumerate(short.token_ids) if i > 1 and token not in long.token_ids)
+    ending = dataclasses.replace(target, eos=(short.token_ids[at],))
+    together = calibrate.measure(ending, head, prompts, 12, 2)
+    for one, prompt in zip(together, prompts, strict=True):
+        (alone,) = calibrate.measure(ending, head, [prompt], 12, 1)
+        assert one.accepted.tolist() == alone.accepted.tolist()
+        np.testing.assert_allclose(one.trust, alone.trust, rtol=1e-4)
+    assert len(together[1].accepted) < len(together[0].accepted)
+    first = dataclasses.replace(target, eos=(short.token_ids[0],))
+    assert calibrate.measure(first, head, prompts[1:], 12, 1) == []
+
+
 @pytest.mark.slow  # that of blocks is in the default run
 def test_dspark_heads_are_measured_by_their_confidence():
     target, head = tiny.target("dense"), tiny.dspark()
