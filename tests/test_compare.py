@@ -331,9 +331,10 @@ class TestGoingOn:
             with pytest.raises(ConfigError, match=said), ledger.opened(path, SETTINGS) as book:
                 for prompt in (1, 2, 3):
                     book.add(dataclasses.replace(BASE, prompt=prompt))
+                    last = prompt
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert [r.prompt for r in ledger.read(path).requests] == [0, 1]
+        assert last == 1 and [r.prompt for r in ledger.read(path).requests] == [0, 1]  # half a line is no success
         with ledger.opened(path, SETTINGS) as book:
             book.add(dataclasses.replace(BASE, prompt=2))
         assert [r.prompt for r in ledger.read(path).requests] == [0, 1, 2]
