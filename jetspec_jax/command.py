@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -100,6 +101,23 @@ def _make(args: Args, kind: type, options: dict[str, Option]) -> Any:
         return kind(**values)
     except ConfigError as error:
         raise UsageError(f"--{error}") from None
+
+
+def writable(name: str, path: str | None) -> None:
+    """Notices a file that cannot be written before the work, and leaves nothing where nothing was.
+
+    Raises:
+      ConfigError: the line names the option, `name`.
+    """
+    if path is None:
+        return
+    new = not os.path.lexists(path)
+    try:
+        open(path, "ab").close()
+    except OSError as error:
+        raise ConfigError(f"{name}={shown(path)}: it cannot be written ({error.strerror}); name another") from None
+    if new:
+        os.unlink(path)
 
 
 def pair_of(args: Args) -> tuple[Any, Any]:

@@ -104,8 +104,8 @@ def main(argv: Sequence[str]) -> int:
         return _talk(args)
     tree, sampling = command.tree_of(args), command.sampling_of(args)
     rows = _rows(args)
-    for path in (args.trace, args.tree_svg):
-        _writable(path)
+    for name in ("trace", "tree_svg"):
+        command.writable(name, getattr(args, name))
     _writable_folder(args.profile)
     run = _load(args, tree, any("budget" in row.options for row in rows))
     _say(f"decoding on {_device()}; programs that are new to this machine are compiled first")
@@ -358,17 +358,8 @@ def _summary(result, plain, report) -> None:
         _say(f"plain text: {plain.text}")
 
 
-def _writable(path: str | None) -> None:
-    """Notices a file that cannot be written before the work, and leaves nothing where nothing was."""
-    if path is not None:
-        new = not os.path.lexists(path)
-        open(path, "ab").close()
-        if new:
-            os.unlink(path)
-
-
 def _writable_folder(path: str | None) -> None:
-    """The same for a folder that is made later."""
+    """Notices a folder that cannot be made before the work."""
     if path is not None:
         place = next(p for p in (pathlib.Path(path), *pathlib.Path(path).absolute().parents) if p.exists())
         if not place.is_dir() or not os.access(place, os.W_OK):

@@ -197,8 +197,10 @@ def read(target, args, thinking: bool | None) -> list[Set]:
         found: list[Prompt] = []
         gold = scorers.beside(path)
         for row in prompt_files.read(path):
+            if len(found) == args.limit:
+                break
             ids = row.encode(target, thinking)
-            if len(ids) <= args.max_prompt_tokens and len(found) < args.limit:
+            if len(ids) <= args.max_prompt_tokens:
                 found.append(Prompt(len(found), row.id, ids, gold.get(str(row.id))))
         if not found:
             raise ConfigError(f"{path}: no prompt has at most --max_prompt_tokens={args.max_prompt_tokens} tokens")
@@ -273,10 +275,13 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError("give either --prompts and --out, or --table")
     if args.overview and not args.table:
         raise UsageError("--overview: it is of files; give them with --table")
+    if args.table and (more := sorted(args.given - {"table", "overview", "svg"})):
+        raise UsageError(f"--{more[0]} with --table: nothing is decoded; leave it out")
     if args.svg and len(args.table) > 1 and not args.overview:
         raise UsageError(
             f"--svg with {len(args.table)} files: it draws one comparison; give one --table, or --overview"
         )
+    command.writable("svg", args.svg)  # before the work, which may take hours
     if args.table and args.overview:
         found = summary.joined([summary.of(ledger.read(path)) for path in args.table])
         print(tables.overview(found))
