@@ -159,7 +159,8 @@ def test_from_which_rows_on_and_for_which_sizes_xla_computes_it(monkeypatch):
     def ours(batch, rows, inner=16, **options):
         seen.clear()
         arrays = shape(batch, rows, 32), shape(32, 8), shape(8, 32, 2, inner), shape(8, inner, 32)
-        out = jax.eval_shape(functools.partial(Hopper(**options).mixture, experts_per_token=2, normalize_top_k=True), *arrays)
+        mixture = functools.partial(Hopper(**options).mixture, experts_per_token=2, normalize_top_k=True)
+        out = jax.eval_shape(mixture, *arrays)
         assert out.shape[-3:] == (batch, rows, 32)
         return bool(seen)
 
