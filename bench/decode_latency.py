@@ -59,6 +59,13 @@ LINE = command.Line(
         ),
         shapes.DTYPE,
         command.BACKEND,
+        Option(
+            "scorer",
+            "text",
+            "Rank and SwiGLU width of a scorer beside the head; it is not in --parts.",
+            "0:0",
+            metavar="RANK:WIDTH",
+        ),
         Option("steps", "whole", "Steps of a long call.", 64, low=4),
         timing.REPEATS,
         Option("counted", "whole", "Steps over which experts are counted.", 4, low=0),
@@ -74,9 +81,10 @@ def main(argv: Sequence[str]) -> int:
     """The command of the module's docstring; the exit status."""
     args = LINE.parse(argv)
     contexts = [sizes(text) for text in args.contexts]
+    scorer = scorer_sizes(args.scorer)
 
     limits = timing.machine(args.dtype)  # before the weights: its arrays need the room
-    pair = shapes.random_pair(args.shape, args.dtype, args.backend)
+    pair = shapes.random_pair(args.shape, args.dtype, args.backend, scorer)
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}"
     print(
         f"{args.shape}, random weights, batch {args.batch}, attention {pair.target.backend.name}; {device}",
@@ -105,6 +113,14 @@ def sizes(text: str) -> tuple[int, int]:
     found = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", text)
     if not found or not 0 < int(found[1]) < int(found[2]):
         raise command.UsageError(f"--contexts={shown(text)}: give LENGTH:SLOTS, the second the larger, e.g. 1024:2048")
+    return int(found[1]), int(found[2])
+
+
+def scorer_sizes(text: str) -> tuple[int, int]:
+    """Rank and width of "RANK:WIDTH"."""
+    found = re.fullmatch("([0-9]{1,5}):([0-9]{1,5})", text)
+    if not found or (found[2] != "0" and found[1] == "0"):
+        raise command.UsageError(f"--scorer={shown(text)}: give RANK:WIDTH, e.g. 256:1024; 256:0 has no SwiGLU")
     return int(found[1]), int(found[2])
 
 

@@ -76,9 +76,10 @@ class Pair:
         return {"target": self.params["target"], "draft": None}
 
 
-def random_pair(name: str, dtype: str = "bfloat16", attention: str = "auto") -> Pair:
-    """A pair with every weight random."""
+def random_pair(name: str, dtype: str = "bfloat16", attention: str = "auto", scorer: tuple[int, int] = (0, 0)) -> Pair:
+    """A pair with every weight random; scorer: rank and width of the one beside its head."""
     config, head = PAIRS[name]
+    head = dataclasses.replace(head, scorer_rank=scorer[0], scorer_width=scorer[1])
     how = resolve(attention, dtype, config.head_dim)
     target, shapes = qwen3.build(config, numpy_dtype(dtype), how)
     draft, head_shapes = block.build(head, numpy_dtype(dtype), backend=how)

@@ -5,7 +5,8 @@
 
 Commands, environment and data as in `smollm2_135m_long.py`; DIR may begin as a copy of that run's `pool*`, `own*`,
 `answers*` and `dialogues`. The first stage knows short rows well and nothing beyond 512 tokens, and looks back at 512
-from here on.
+from here on. Run in 633 s of one NVIDIA H200 with other programs on it (52.8 ms a step alone), after 50 s with the
+features; step 7,500 was the best of the evaluations and is the head in the package.
 """
 
 import runpy
