@@ -34,6 +34,12 @@ BACKEND = Option(
     "and slow.",
     "auto", choices=BACKENDS,
 )  # fmt: skip
+MESH = Option(
+    "mesh", "text",
+    "Devices that share the work (docs/devices.md), e.g. data=2,model=4: two groups of four, each with half of the "
+    "rows, its four sharing the weights; expert=N for experts apart. Default: one device.",
+    metavar="AXIS=N,...",
+)  # fmt: skip
 TARGET = Option("target", "text", "Target: a folder, a .gguf file or a hub id. Default: the demo target.")
 HEAD = Option("head", "text", "Draft head: a folder or a hub id. Default with the demo target: the demo head.")
 THINKING = Option(

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from jetspec_jax import command, methods, outcome
 from jetspec_jax.command import SAMPLING, TREE, Option, UsageError
 from jetspec_jax.methods import METHODS
-from jetspec_jax.options import AUTO, ConfigError, SamplingConfig, TreeConfig, shown
+from jetspec_jax.options import AUTO, ConfigError, SamplingConfig, TreeConfig, mesh_axes, shown
 
 PROMPTS = ("prompt", "prompt_ids", "prompt_file")
 DRAWN = ("trace", "show_tree", "tree_svg")  # what is recorded round by round
@@ -62,6 +62,7 @@ LINE = command.Line(
         Option("stream", "flag", "Print text as it comes. Default: yes, unless --json, --batch or a trace."),
         command.DTYPE,
         command.BACKEND,
+        command.MESH,
         Option(
             "xla_flags", "choice",
             "tested: add the XLA flags that were measured with the installed jaxlib (docs/performance.md); print: "
@@ -151,6 +152,10 @@ def _check(args: command.Args) -> None:
     ids = args.prompt_ids is not None
     said = lambda name: f"--{name}" if getattr(args, name) else f"--no{name}"
     refuse(ids and args.chat is not None, f"{said('chat')} with --prompt_ids: ids are taken as they are; leave it out")
+    try:
+        mesh_axes(args.mesh) if args.mesh else None
+    except ConfigError as error:
+        raise UsageError(f"--{error}") from None
     unused = "--nochat" if args.chat is False else "--prompt_ids"
     asked = args.thinking is not None and (ids or args.chat is False)
     refuse(asked, f"{said('thinking')} with {unused}: no chat template is used; leave it out")
@@ -210,7 +215,7 @@ def _load(args: command.Args, tree: TreeConfig, asked: bool) -> Run:
 
     path = args.target or demo.fetch_target()
     _say(outcome.cut(f"loading {args.target or 'the demo target'}"))
-    target = load.load_target(path, args.dtype, args.backend)
+    target = load.load_target(path, args.dtype, args.backend, mesh=args.mesh)
     if args.method and not METHODS[args.method].head:
         drafter = METHODS[args.method].drafter
         return Run(args, target, load.load_drafter(drafter, target) if drafter else None, tree, args.method)

@@ -30,6 +30,7 @@ class XLA:
     """
 
     name: ClassVar[str] = "xla"  # as a user chooses it
+    groups: ClassVar[int] = 1  # of devices, among which the rows of a batch are dealt out
 
     def matmul(self, x: Float[Array, "B T A"], w: Float[Array, "A O"]) -> jax.Array:
         """Returns x @ w as a product."""
@@ -80,6 +81,20 @@ class XLA:
     ) -> Float[Array, "B T N H"]:
         """Returns the rows' attention over a committed prefix and over fresh keys; arguments of `attention.attend`."""
         return attention.attend(q, fresh, mask, prefix, length)
+
+    def joined(self, product: jax.Array, parts: tuple[str, ...], dtype) -> jax.Array:
+        """Returns the whole of a product that several devices have parts of.
+
+        Args:
+          product: of this device.
+          parts: by what its sum was split, `model` or `expert`; none where it is whole.
+          dtype: of the rows.
+        """
+        return product
+
+    def place(self, part: str) -> int | Int[Array, ""]:
+        """Returns which part this device has of what is split by `model` or `expert`."""
+        return 0
 
     def commit(self, cache: Cache, fresh: Cache, path: Int[Array, "B R"], start: Int[Array, " B"]) -> Cache:
         """Writes the fresh rows of `path` to slots start..start+R-1 of every layer, and returns the cache."""

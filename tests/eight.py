@@ -1,0 +1,181 @@
+"""What runs in a process with eight simulated devices: `python tests/eight.py NAME ...` runs the functions named."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny
+
+from jetspec_jax import SamplingConfig, TreeConfig, methods, speculate
+from jetspec_jax.config import MoEConfig
+from jetspec_jax.drafts import block, dspark, eagle3
+from jetspec_jax.engine import programs
+from jetspec_jax.engine.spread import backend_of
+from jetspec_jax.files import load
+from jetspec_jax.files import mesh as on_mesh
+from jetspec_jax.models import qwen3, sharding
+
+V = 640  # far more than any row exchanges
+MESHES = ((1, 8), (2, 4), (4, 2), (8, 1))
+NEW = 10
+PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 7, 1, 8], [31] * 9, [14, 15], [5, 35, 8, 97, 93], [601] * 3, [17], [77, 5, 5]]
+SAMPLED = SamplingConfig(NEW, temperature=0.9, top_k=30, top_p=0.9, seed=7, repetition_penalty=1.2, eos=())
+GREEDY = SamplingConfig(NEW, eos=())
+
+
+@functools.cache
+def target(kind: str):
+    """Eight kv heads and, for `moe`, eight experts, so that every mesh splits them."""
+    moe = MoEConfig(8, 2, 16, True, (1,)) if kind == "moe" else None
+    config = tiny.model_config(kind, vocab_size=V, num_heads=16, num_kv_heads=8, intermediate_size=32, moe=moe)
+    model, shapes = qwen3.build(config, jnp.float32)
+    params = tiny.random_like(shapes, 2)
+    params["embedding"] = params["embedding"] * 4.0  # else the output is one token
+    return tiny.Loaded(model, params, config)
+
+
+@functools.cache
+def head(family: str):
+    """A random head of eight kv heads."""
+    sizes = {"vocab_size": V, "num_heads": 16, "num_kv_heads": 8, "intermediate_size": 32, "mask_token_id": V - 1}
+    if family in ("jetspec", "dflash"):
+        config = tiny.head_config(family == "jetspec", **sizes)
+        draft, shapes = block.build(config, jnp.float32)
+    elif family == "dspark":
+        config = dataclasses.replace(tiny.dspark().config, **sizes)
+        draft, shapes = dspark.build(config, jnp.float32)
+    else:
+        del sizes["mask_token_id"]
+        config = dataclasses.replace(tiny.eagle3().config, draft_vocab_size=V - 40, **sizes)
+        draft, shapes = eagle3.build(config, jnp.float32)
+    params = tiny.random_like(shapes, 1)
+    if "d2t" in params:
+        ids = np.sort(np.random.default_rng(1).permutation(V)[: V - 40])
+        params["d2t"] = jnp.asarray(ids - np.arange(V - 40), jnp.int32)
+    return dataclasses.replace(tiny.LoadedHead(draft, params, config), family=family)
+
+
+class Told(tiny.CoachedDraft):
+    """Knows the answer of each of several prompts, which it tells by its first token."""
+
+    def propose(self, params, state, choice, budget, ends):
+        row = jnp.argmax(params["plain"][:, 0] == choice.past.tokens[:, :1], axis=1)
+        return super().propose({**params, "plain": params["plain"][row]}, state, choice, budget, ends)
+
+
+@functools.cache
+def told(kind: str, sampling: SamplingConfig):
+    """A head whose right guesses are on the spine, then at a sibling, then missing, by turns."""
+    lines = [[*prompt, *ids] for prompt, ids in zip(PROMPTS, one(kind, "autoregressive", 8, sampling)[0], strict=True)]
+    plain = np.array([line + [0] * (24 - len(line)) for line in lines])
+    inner = head("jetspec")
+    rank = [[0, 0, 0, 0], [0, 1, 0, -1], [1, 0, 0, 0], [0, 0, 2, 0], [-1, 0, 0, 0]]
+    draft = Told(4, V, inner.draft)
+    return dataclasses.replace(inner, draft=draft, params=tiny.coached(plain, rank, inner.params))
+
+
+def drafter(kind: str, method: str, sampling: SamplingConfig):
+    """The head of a method, and its tree."""
+    tree = TreeConfig(budget=8)
+    if method == "autoregressive":
+        return None, None
+    if method == "ngram":
+        return load.load_drafter("ngram", target(kind)), tree
+    if method == "told":
+        return told(kind, sampling), tree
+    drafts = head(methods.METHODS[method].families[0])
+    return drafts, methods.tree(method, tree, drafts)
+
+
+def decoded(kind: str, method: str, batch: int, sampling: SamplingConfig, mesh=None):
+    """Tokens of every prompt, and what each round verified and accepted."""
+    loaded = target(kind)
+    drafts, tree = drafter(kind, method, sampling)
+    options = [dataclasses.replace(sampling, seed=sampling.seed + i) for i in range(batch)]
+    found = speculate.generate(loaded, drafts, PROMPTS[:batch], tree, options, mesh=mesh)
+    return [r.token_ids for r in found], [r.accept_lengths for r in found], [r.tree_sizes for r in found]
+
+
+one = functools.cache(decoded)
+
+
+def same(kind: str, method: str, batch: int, data: int, model: int, sampling=GREEDY, split: bool = True) -> None:
+    """The tokens and the rounds of one device."""
+    sharding.WORTH = 0 if split else 1 << 40
+    wanted = one(kind, method, batch, sampling)
+    got = decoded(kind, method, batch, sampling, {"data": data, "model": model})
+    assert got == wanted, (kind, method, batch, data, model, got, wanted)
+    if method == "told":
+        assert max(map(max, wanted[1])) >= 4 and min(map(min, wanted[1])) == 1, wanted[1]
+
+
+def tokens() -> None:
+    """Every mesh, both batches, both kinds of target and most drafters, each once."""
+    same("dense", "told", 8, 2, 4, SAMPLED)
+    same("moe", "eagle3", 1, 1, 8)
+    same("moe", "pctree", 8, 4, 2, split=False)
+    exchanges()
+
+
+def product() -> None:
+    """Every method on every mesh, with both targets and batches; by turns greedy or sampled, split or repeated."""
+    ways = ("autoregressive", "ngram", "told", *(name for name, row in methods.METHODS.items() if row.head))
+    for i, (kind, method, batch) in enumerate(itertools.product(("dense", "moe"), ways, (1, 8))):
+        for j, (data, model) in enumerate(MESHES):
+            sampling = GREEDY if (i // 2 + j) % 2 else SAMPLED
+            same(kind, method, batch, data, model, sampling, split=(i // 2 + j // 2) % 2 == 0)
+    exchanges()
+
+
+HOST = ("infeed", "outfeed", "send(", "recv(", "callback")
+
+
+def exchanges() -> None:
+    """No program that has run gathers a weight or a row of logits, or speaks with the host in its loop."""
+    loops = 0
+    texts = [run.args[0].as_text() for key, run in programs._PROGRAMS.items() if backend_of(key[1])]
+    for text in texts:
+        assert not [word for word in HOST if word in text]
+        for shape in re.findall(r"= \(?\w+\[([\d,]*)\][^=]* all-gather(?:-start)?\(", text):
+            sizes = [int(n) for n in shape.split(",") if n]
+            assert V not in sizes and math.prod(sizes) < 16 * 8 * 8, shape  # the smallest weight that is split
+        assert "all-to-all" not in text and "collective-permute" not in text
+        loops += " while(" in text
+    assert len(texts) >= 4 and loops
+
+
+def refusals() -> None:
+    """Each is one line that says what to do."""
+    lines = {
+        "data=4,model=4": "it has 16 devices, and there are 8; make it smaller",
+        "model=5": "32 features of a layer do not split over model=5",
+        "model=2,expert=2": "this target has no experts",
+        "rows=2": "'rows=2' is none of data=N, model=N, expert=N",
+        "data=2,data=2": "at most once",
+        "model=0": "give e.g. data=2,model=4",
+    }
+    for given, said in lines.items():
+        try:
+            speculate.generate(target("dense"), None, [1], sampling=GREEDY, mesh=given)
+        except sharding.ConfigError as error:
+            assert said in str(error) and "\n" not in str(error), error
+        else:
+            raise AssertionError(given)
+    loaded = on_mesh.target_on(target("dense"), "model=2")
+    assert loaded.mesh is not None and loaded.mesh.devices.size == 2  # the first ones
+    assert on_mesh.target_on(loaded, "model=2") is loaded
+
+
+if __name__ == "__main__":
+    assert jax.device_count() == 8
+    for name in sys.argv[1:]:
+        globals()[name]()
+    print("same")
