@@ -8,6 +8,7 @@ import itertools
 import math
 import re
 import sys
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,10 @@ import tiny
 from jetspec_jax import SamplingConfig, TreeConfig, methods, speculate
 from jetspec_jax.config import MoEConfig
 from jetspec_jax.drafts import block, dspark, eagle3
-from jetspec_jax.engine import programs
+from jetspec_jax.engine import programs, requests
+from jetspec_jax.engine.rows import Row
 from jetspec_jax.engine.spread import backend_of
-from jetspec_jax.files import load
+from jetspec_jax.files import checkpoint, load
 from jetspec_jax.files import mesh as on_mesh
 from jetspec_jax.models import qwen3, sharding
 
@@ -133,6 +135,97 @@ def product() -> None:
             sampling = GREEDY if (i // 2 + j) % 2 else SAMPLED
             same(kind, method, batch, data, model, sampling, split=(i // 2 + j // 2) % 2 == 0)
     exchanges()
+
+
+def host() -> None:
+    """What the host does between programs: rows that come later, budgets that change, pieces of prompts, paces."""
+
+    def admitted(mesh):
+        engine = speculate.start(target("dense"), told("dense", GREEDY), PROMPTS[:4], TreeConfig(8), GREEDY, mesh=mesh)
+        found = engine.finish()
+        engine.release(2)
+        engine.admit([Row(PROMPTS[4], requests.resolve(engine.target, GREEDY), 8, None, False)])
+        engine.budgets([4] * len(engine.rows))
+        found += engine.finish()
+        return [(r.token_ids, r.accept_lengths) for r in found], jax.device_get(engine.first_logits())[:4]
+
+    def read(mesh):
+        option, prompts = SamplingConfig(8, eos=(), logprobs=True), [[5, 4, 3] * 15, [7, 8]]
+        found = speculate.generate(target("moe"), None, prompts, sampling=option, prefill_chunk=16, mesh=mesh)
+        return [r.token_ids for r in found], np.array([r.logprobs for r in found])
+
+    def paced(mesh):
+        option, tree = SamplingConfig(24, eos=()), TreeConfig("auto")
+        return [
+            r.token_ids
+            for r in speculate.generate(target("dense"), head("jetspec"), PROMPTS[:3], tree, option, mesh=mesh)
+        ]
+
+    for mesh in ("data=2,model=4", "data=4,model=2"):
+        (rows, logits), (wanted, near) = admitted(mesh), admitted(None)
+        assert rows == wanted
+        np.testing.assert_allclose(logits, near, atol=1e-4)
+        (rows, logprobs), (wanted, near) = read(mesh), read(None)
+        assert rows == wanted
+        np.testing.assert_allclose(logprobs, near, atol=1e-4)
+        assert paced(mesh) == paced(None)
+
+
+def weights() -> None:
+    """Each device's part of a file is read once and alone, and together they are the file."""
+    read: list[int] = []
+    part, whole = checkpoint.Folder.part, checkpoint.Folder.read
+
+    def counted(self, name, index):
+        found = part(self, name, index)
+        read.append(found.size)
+        return found
+
+    def refused(self, name):
+        raise AssertionError(f"{name} is read whole")
+
+    for kind, mesh in itertools.product(("dense", "moe"), ("model=8", "data=2,model=4", "model=2,expert=4")):
+        if kind == "dense" and "expert" in mesh:
+            continue
+        loaded, inner = target(kind), head("eagle3" if kind == "dense" else "jetspec")
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint.save_target(folder + "/target", loaded.config, _raw(kind), loaded.params)
+            checkpoint.save_head(folder + "/head", inner.config, inner.params)
+            checkpoint.Folder.part, checkpoint.Folder.read = counted, refused
+            read.clear()
+            found = load.load_target(folder + "/target", mesh=mesh)
+            assert sum(read) == sum(x.size for x in jax.tree.leaves(loaded.params)), "a part is read twice or never"
+            # The router is whole on every device; of all that is split, the embedding's part is the largest.
+            assert max(read) == V * 16 // found.mesh.shape["model"], max(read)
+            sharding.WORTH = 0
+            drafts = load.load_head(folder + "/head", found)
+            checkpoint.Folder.part, checkpoint.Folder.read = part, whole
+        for ours, theirs in ((found.params, loaded.params), (drafts.params, inner.params)):
+            jax.tree.map(np.testing.assert_array_equal, jax.device_get(ours), jax.device_get(theirs))
+        layer, split = found.params["layers"][1], found.mesh.shape
+        assert layer["qkv"].addressable_shards[0].data.shape[1] == 8 // split["model"]
+        if kind == "moe":
+            assert layer["down"].addressable_shards[0].data.shape[0] == 8 // split.get("expert", split["model"])
+        assert (
+            "model" in jax.tree.leaves(drafts.params["layer" if kind == "dense" else "layers"])[0].sharding.mesh.shape
+        )
+
+
+def _raw(kind: str) -> dict:
+    """The config.json of a target."""
+    c = target(kind).config
+    raw = {
+        "model_type": c.model_type, "vocab_size": V, "hidden_size": c.hidden_size, "head_dim": c.head_dim,
+        "num_hidden_layers": c.num_layers, "num_attention_heads": c.num_heads, "rms_norm_eps": c.norm_eps,
+        "num_key_value_heads": c.num_kv_heads, "intermediate_size": c.intermediate_size, "rope_theta": c.rope_theta,
+        "max_position_embeddings": c.max_positions, "tie_word_embeddings": False, "torch_dtype": "float32",
+    }  # fmt: skip
+    if c.moe:
+        raw |= {
+            "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
+            "mlp_only_layers": [0], "decoder_sparse_step": 1,
+        }  # fmt: skip
+    return raw
 
 
 HOST = ("infeed", "outfeed", "send(", "recv(", "callback")

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jetspec_jax.backends.mesh import Sharded
 from jetspec_jax.layers import vocabulary
 from jetspec_jax.loop.decoder import insert
+from jetspec_jax.loop.pacing import Belief
 from jetspec_jax.models.sharding import AnyMesh
 
 
@@ -38,9 +39,11 @@ def backend_of(static: Any) -> Sharded | None:
 
 
 def layout(args: Any, mesh: AnyMesh) -> Any:
-    """Returns how arguments lie on a mesh: as they do, else by rows."""
+    """Returns how arguments lie on a mesh: as they do, else by rows; a belief is no row's own."""
 
-    def one(x) -> NamedSharding:
+    def one(x) -> Any:
+        if isinstance(x, Belief):
+            return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), x)
         own = getattr(x, "sharding", None)
         if isinstance(own, NamedSharding) and own.mesh.shape_tuple == mesh.shape_tuple:
             axes = [*own.spec]
@@ -50,7 +53,7 @@ def layout(args: Any, mesh: AnyMesh) -> Any:
             axes = ["data"] if np.ndim(x) else []
         return NamedSharding(mesh, PartitionSpec(*axes))
 
-    return jax.tree.map(one, args)
+    return jax.tree.map(one, args, is_leaf=lambda x: isinstance(x, Belief))
 
 
 def spread(function: Callable, static: Hashable, backend: Sharded, args: tuple) -> Spread:

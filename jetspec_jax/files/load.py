@@ -210,7 +210,7 @@ class _WithoutBorrowed:
         copies = {n for n in spare if inner.shapes.get(n) == sizes}
         self.borrowed = sorted(n for n in inner.shapes if n in checkpoint.BORROWED and n not in {*keeps, *copies})
         self.shapes = {n: s for n, s in inner.shapes.items() if n not in self.borrowed and n not in spare}
-        self.read = inner.read
+        self.read, self.part = inner.read, inner.part
 
 
 def find(source: str | os.PathLike) -> pathlib.Path:
