@@ -12,6 +12,7 @@ from jetspec_jax import speculate
 from jetspec_jax.engine import geometry, requests
 from jetspec_jax.engine.geometry import Geometry
 from jetspec_jax.engine.programs import program
+from jetspec_jax.engine.spread import fetch
 from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.loop import processors
 from jetspec_jax.loop.choice import noise_rows
@@ -115,4 +116,4 @@ def next_logits(target, rows: Sequence[Sequence[int]]) -> jax.Array:
     sizes = Geometry(geometry.rows(len(rows), geometry.groups(target.model)), capacity, 1, capacity - 1)
     request = requests.arrays([list(row) for row in rows], [option] * len(rows), [1] * len(rows), sizes)
     decoder, params = Decoder(target.model, PLAIN, capacity), {"target": target.params, "draft": None}
-    return program(prefill_recorded, decoder, params, request).run(params, request)[1][: len(rows)]
+    return jnp.asarray(fetch(program(prefill_recorded, decoder, params, request).run(params, request)[1]))[: len(rows)]

@@ -23,7 +23,7 @@ from typing import Any
 
 from jetspec_jax import outcome
 from jetspec_jax.fields import ConfigError, Option, shown, table
-from jetspec_jax.options import BACKENDS, DTYPES, SamplingConfig, TreeConfig
+from jetspec_jax.options import BACKENDS, DTYPES, SamplingConfig, TreeConfig, mesh_axes
 
 SAMPLING, TREE = table(SamplingConfig), table(TreeConfig)
 DTYPE = Option("dtype", "choice", "Dtype of the weights. Default: the file's.", choices=DTYPES)
@@ -104,6 +104,14 @@ def _make(args: Args, kind: type, options: dict[str, Option]) -> Any:
     values = {field: getattr(args, option.name) for field, option in options.items() if hasattr(args, option.name)}
     try:
         return kind(**values)
+    except ConfigError as error:
+        raise UsageError(f"--{error}") from None
+
+
+def check_mesh(given: str | None) -> None:
+    """Raises UsageError where the words after --mesh cannot be read."""
+    try:
+        mesh_axes(given) if given is not None else None
     except ConfigError as error:
         raise UsageError(f"--{error}") from None
 

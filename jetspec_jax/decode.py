@@ -20,10 +20,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jetspec_jax import command, methods, outcome
+from jetspec_jax import command, hosts, methods, outcome
 from jetspec_jax.command import SAMPLING, TREE, Option, UsageError
 from jetspec_jax.methods import METHODS
-from jetspec_jax.options import AUTO, ConfigError, SamplingConfig, TreeConfig, mesh_axes, shown
+from jetspec_jax.options import AUTO, ConfigError, SamplingConfig, TreeConfig, shown
 
 PROMPTS = ("prompt", "prompt_ids", "prompt_file")
 DRAWN = ("trace", "show_tree", "tree_svg")  # what is recorded round by round
@@ -63,6 +63,7 @@ LINE = command.Line(
         command.DTYPE,
         command.BACKEND,
         command.MESH,
+        *hosts.OPTIONS,
         Option(
             "xla_flags", "choice",
             "tested: add the XLA flags that were measured with the installed jaxlib (docs/performance.md); print: "
@@ -101,6 +102,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         raise UsageError(f"--{error}") from None
     _check(args)
+    hosts.join(args)
     if _talks(args):
         return _talk(args)
     tree, sampling = command.tree_of(args), command.sampling_of(args)
@@ -152,10 +154,14 @@ def _check(args: command.Args) -> None:
     ids = args.prompt_ids is not None
     said = lambda name: f"--{name}" if getattr(args, name) else f"--no{name}"
     refuse(ids and args.chat is not None, f"{said('chat')} with --prompt_ids: ids are taken as they are; leave it out")
-    try:
-        mesh_axes(args.mesh) if args.mesh else None
-    except ConfigError as error:
-        raise UsageError(f"--{error}") from None
+    command.check_mesh(args.mesh)
+    hosts.check(args)
+    refuse(args.coordinator and not args.mesh, "--coordinator without --mesh: say how the devices share the work")
+    refuse(
+        args.coordinator and args.budget == AUTO,
+        "--budget auto with --coordinator: hosts measure different times; give a number",
+    )
+    refuse(args.coordinator and _talks(args), "--chat without a prompt talks at one keyboard; leave --coordinator out")
     unused = "--nochat" if args.chat is False else "--prompt_ids"
     asked = args.thinking is not None and (ids or args.chat is False)
     refuse(asked, f"{said('thinking')} with {unused}: no chat template is used; leave it out")

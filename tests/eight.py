@@ -91,7 +91,7 @@ def drafter(kind: str, method: str, sampling: SamplingConfig):
         return None, None
     if method == "ngram":
         return load.load_drafter("ngram", target(kind)), tree
-    if method == "told":
+    if method == "told" and batch == 8:
         return told(kind, sampling), tree
     drafts = head(methods.METHODS[method].families[0])
     return drafts, methods.tree(method, tree, drafts)

@@ -24,7 +24,7 @@ from jetspec_jax.engine.geometry import Geometry
 from jetspec_jax.engine.pacing import UNBOUND, Pacer
 from jetspec_jax.engine.programs import program
 from jetspec_jax.engine.rows import Result, Row, cut_rounds
-from jetspec_jax.engine.spread import fetch
+from jetspec_jax.engine.spread import agreed, fetch
 from jetspec_jax.files import pair
 from jetspec_jax.files.pair import LoadedHead, LoadedTarget
 from jetspec_jax.loop.decoder import Decoder, insert, prefill, prefill_recorded, rounds, step_recorded
@@ -142,7 +142,7 @@ class Engine:
         self.state = jax.block_until_ready(run())
         spent = time.perf_counter() - begin
         self.seconds["decode"] += spent
-        self._pace = max(1, min(self.decoder.capacity, int(n * BLOCK_SECONDS / max(spent, 1e-6))))
+        self._pace = agreed(max(1, min(self.decoder.capacity, int(n * BLOCK_SECONDS / max(spent, 1e-6)))))
         self._read()
 
     def pace(self) -> int:

@@ -99,6 +99,13 @@ def put(x: Any, where: NamedSharding) -> jax.Array:
     return jax.device_put(x, where)
 
 
+def agreed(number: int) -> int:
+    """Returns the number of the first process, in all of them."""
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
 def fetch(tree: Any) -> Any:
     """Returns arrays on the host; what other hosts have parts of is gathered first."""
 

@@ -55,6 +55,15 @@ def target_on(target: LoadedTarget, given: Any) -> LoadedTarget:
     return dataclasses.replace(target, model=model, params=_moved(target.params, lies))
 
 
+def for_training(target: LoadedTarget) -> LoadedTarget:
+    """Returns a target of a mesh as training has it: split by XLA, which may cut experts but no group of rows."""
+    own: Any = target.model.backend
+    model = dataclasses.replace(target.model, backend=own.inner)  # type: ignore[type-var,call-arg]
+    lies = sharding.frozen(target.params, own.mesh)
+    params = jax.tree.map(lambda x, where: jax.device_put(x, where, donate=True), target.params, lies)
+    return dataclasses.replace(target, model=model, params=params)
+
+
 def head_on(head: LoadedHead, target: LoadedTarget) -> LoadedHead:
     """Returns a head where its target lies; one that lies there is returned as it is."""
     own: Any = target.model.backend

@@ -30,6 +30,7 @@ from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import acceptance
 from jetspec_jax.fields import shown
 from jetspec_jax.files import demo, load, pair
+from jetspec_jax.files import mesh as on_mesh
 from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.models import sharding
 from jetspec_jax.models.qwen3 import Qwen3Target
@@ -214,25 +215,30 @@ def _start(config: Settings, target, learns: Objective, head) -> dict | None:
 
 def _mesh(config: Settings) -> jax.sharding.Mesh:
     devices, model = jax.device_count(), config.model_parallel
-    if devices % model:
+    if config.mesh:
+        try:
+            mesh = sharding.mesh_of(config.mesh)
+        except ConfigError as error:
+            raise ConfigError(f"--config.{error}") from None
+    elif devices % model:
         raise ConfigError(f"--config.model_parallel={model}: it must divide the number of devices, {devices}")
-    part = config.batch // config.accumulate
-    if part % (devices // model):
+    else:
+        mesh = sharding.make_mesh(model)
+    part, groups = config.batch // config.accumulate, mesh.shape["data"]
+    if part % groups:
         raise ConfigError(
-            f"--config.batch={config.batch}: {part} sequences at a time do not split over {devices // model} devices"
+            f"--config.batch={config.batch}: {part} sequences at a time do not split over {groups} devices"
         )
-    return sharding.make_mesh(model)
+    return mesh
 
 
 def _target(config: Settings, mesh) -> load.LoadedTarget:
-    """The target on the mesh; a model that needs several devices is read into the host's memory first."""
+    """The target on the mesh, each device's part read alone; XLA splits the work of the layers."""
     source = config.target or demo.fetch_target()
     if mesh.size == 1:
         return load.load_target(source, config.dtype or None)
     dtype = config.dtype or (None if jax.default_backend() == "cpu" else "bfloat16")
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        target = load.load_target(source, dtype, "xla")  # our kernels say nothing about meshes
-    return dataclasses.replace(target, params=jax.device_put(target.params, sharding.frozen(target.params, mesh)))
+    return on_mesh.for_training(load.load_target(source, dtype, "xla", mesh=mesh))
 
 
 def _settle(folder: Path, values: dict[str, Any], begun: bool, log: Log) -> None:
