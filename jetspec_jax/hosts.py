@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TextIO, cast
 
 from jetspec_jax import outcome
 from jetspec_jax.command import Args, UsageError
@@ -58,6 +57,9 @@ def join(args: Args) -> None:
         return
     import jax
 
+    own = [os.dup(stream) for stream in (1, 2)]
+    os.dup2(2, 1)  # what libraries print of connections is no output of the command
+    sys.stdout = os.fdopen(own[0], "w", buffering=1, encoding="utf-8")
     given = (None, None, None) if args.coordinator == AUTO else (args.coordinator, args.processes, args.process)
     try:
         jax.distributed.initialize(*given)
@@ -65,5 +67,7 @@ def join(args: Args) -> None:
         why = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise UsageError(f"--coordinator={args.coordinator}: the processes cannot be connected ({why})") from None
     if jax.process_index():
-        outcome.name_errors(f"process {jax.process_index()}")
-        sys.stdout = sys.stderr = cast(TextIO, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        outcome.name_errors(os.fdopen(own[1], "w", buffering=1), f"process {jax.process_index()}")
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2, sys.stdout.fileno()):
+            os.dup2(nowhere, stream)

@@ -147,10 +147,10 @@ def cut(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[5 - LONGEST // 2 :]}"
 
 
-def name_errors(label: str) -> None:
-    """Says errors to where stderr leads now, with a label: what else is printed is another process's to say."""
+def name_errors(output: Any, label: str) -> None:
+    """Says errors there from now on, with a label: what else is printed is another process's to say."""
     global _errors
-    _errors = sys.stderr, f" ({label})"
+    _errors = output, f" ({label})"
 
 
 def _say(name: str, text: str, status: int) -> int:

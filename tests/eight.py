@@ -91,7 +91,7 @@ def drafter(kind: str, method: str, sampling: SamplingConfig):
         return None, None
     if method == "ngram":
         return load.load_drafter("ngram", target(kind)), tree
-    if method == "told" and batch == 8:
+    if method == "told":
         return told(kind, sampling), tree
     drafts = head(methods.METHODS[method].families[0])
     return drafts, methods.tree(method, tree, drafts)
@@ -115,7 +115,7 @@ def same(kind: str, method: str, batch: int, data: int, model: int, sampling=GRE
     wanted = one(kind, method, batch, sampling)
     got = decoded(kind, method, batch, sampling, {"data": data, "model": model})
     assert got == wanted, (kind, method, batch, data, model, got, wanted)
-    if method == "told":
+    if method == "told" and batch == 8:
         assert max(map(max, wanted[1])) >= 4 and min(map(min, wanted[1])) == 1, wanted[1]
 
 
@@ -206,9 +206,12 @@ def weights() -> None:
         assert layer["qkv"].addressable_shards[0].data.shape[1] == 8 // split["model"]
         if kind == "moe":
             assert layer["down"].addressable_shards[0].data.shape[0] == 8 // split.get("expert", split["model"])
-        assert (
-            "model" in jax.tree.leaves(drafts.params["layer" if kind == "dense" else "layers"])[0].sharding.mesh.shape
-        )
+        split = drafts.params["layer"] if kind == "dense" else drafts.params["layers"][0]
+        assert split["qkv"].sharding.spec[1] == "model", split["qkv"].sharding
+        learning = on_mesh.for_training(found)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(learning.params), jax.device_get(loaded.params))
+        assert tuple(learning.params["layers"][1]["down"].sharding.spec)[-2:] == ("model", None)  # experts are cut
+        assert learning.mesh is None  # XLA splits the work
 
 
 def _raw(kind: str) -> dict:

@@ -48,9 +48,8 @@ def program(function: Callable, decoder: Hashable, *args, donate: tuple[int, ...
         _PROGRAMS[key] = _named(function, functools.partial(function, decoder), donate).lower(*args).compile()
     else:
         made = spread.spread(function, decoder, backend, args)
-        placed = jax.tree.map(lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), args, made.layout)
-        run = _named(function, made.function, donate).lower(*placed).compile()
-        _PROGRAMS[key] = functools.partial(_placed, run, made.layout)
+        run = _named(function, made.function, donate).lower(*made.args).compile()
+        _PROGRAMS[key] = functools.partial(_placed, run, jax.tree.map(lambda x: x.sharding, made.args))
     while len(_PROGRAMS) > KEPT:
         _PROGRAMS.popitem(last=False)
     return Compiled(_PROGRAMS[key], time.perf_counter() - begin)

@@ -25,10 +25,11 @@ from jetspec_jax.models.sharding import AnyMesh
 
 
 class Spread(NamedTuple):
-    """A program on a mesh: a function of arguments that lie as `layout` says, and that layout."""
+    """A program on a mesh: a function, and how its arguments and its result lie, as shapes with shardings."""
 
     function: Callable
-    layout: Any  # a tree of NamedSharding like the arguments
+    args: Any
+    result: Any
 
 
 def backend_of(static: Any) -> Sharded | None:
@@ -86,7 +87,12 @@ def spread(function: Callable, static: Hashable, backend: Sharded, args: tuple) 
     def together(*mine):
         return jax.tree.map(lambda x, spec: x if "data" in spec else _agreed(x, mesh), run(*mine), out)
 
-    return Spread(map_over(together, out_specs=out), lies)
+    result = jax.tree.map(lambda x, spec: _placed(x, NamedSharding(mesh, spec)), whole, out)
+    return Spread(map_over(together, out_specs=out), jax.tree.map(_placed, args, lies), result)
+
+
+def _placed(x: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
 
 def put(x: Any, where: NamedSharding) -> jax.Array:
@@ -104,6 +110,19 @@ def agreed(number: int) -> int:
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def any_of(here: bool) -> bool:
+    """Returns whether something is so in any process."""
+    if jax.process_count() == 1:
+        return here
+    return bool(multihost_utils.process_allgather(np.bool_(here)).any())
+
+
+def meet(place: str) -> None:
+    """Waits for all processes to come to a place: what the first one has written is there then."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(place)
 
 
 def fetch(tree: Any) -> Any:

@@ -59,8 +59,15 @@ def for_training(target: LoadedTarget) -> LoadedTarget:
     """Returns a target of a mesh as training has it: split by XLA, which may cut experts but no group of rows."""
     own: Any = target.model.backend
     model = dataclasses.replace(target.model, backend=own.inner)  # type: ignore[type-var,call-arg]
-    lies = sharding.frozen(target.params, own.mesh)
-    params = jax.tree.map(lambda x, where: jax.device_put(x, where, donate=True), target.params, lies)
+
+    def moved(x: jax.Array, where: NamedSharding) -> jax.Array:
+        if x.sharding == where:
+            return x
+        there = jax.block_until_ready(jax.device_put(x, where))
+        x.delete()  # so that no more than one is there twice
+        return there
+
+    params = jax.tree.map(moved, target.params, sharding.frozen(target.params, own.mesh))
     return dataclasses.replace(target, model=model, params=params)
 
 

@@ -186,7 +186,7 @@ def placed(shape: tuple[int, ...], where: NamedSharding, read: Callable[[Part], 
     return jax.make_array_from_single_device_arrays(shape, where, parts)
 
 
-def split(mesh: Mesh, axis: int = 0) -> NamedSharding:
+def split(mesh: AnyMesh, axis: int = 0) -> NamedSharding:
     """Returns the sharding of an array whose given axis counts sequences."""
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, "data"))
 

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
+from jetspec_jax.engine import spread
 from jetspec_jax.evals import acceptance
 from jetspec_jax.fields import shown
 from jetspec_jax.files import demo, load, pair
@@ -80,6 +81,8 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
         gather.source(config, workdir, log)
         return True
     mesh = _mesh(config)
+    if jax.process_count() > 1:
+        _check_processes(config, workdir, mesh)
     target = _target(config, mesh)
     # Said once, so that answers, rows and the exported head agree with how decoding will render prompts.
     mode = pair.thinking(target, None, config.thinking_switch)
@@ -139,8 +142,12 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
     params, saved = outcome.state.params, at
     if config.export == "best" and outcome.best is not None:
         params, saved = outcome.best, outcome.notes["best_step"]
+    if jax.process_count() > 1:
+        params = spread.fetch(params)
     made_of = target, recipe, export.Trained(params, scale, saved, at), config, found.counts
-    export.write(workdir / "head", *made_of)
+    if jax.process_index() == 0:
+        export.write(workdir / "head", *made_of)
+    spread.meet("export")
     unfinished = "" if at == steps else f"; unfinished: the run is at step {at} of {steps}"
     log(f"export: {workdir / 'head'} (step {saved}{unfinished})")
     if at == steps and config.decode_prompts:
@@ -232,6 +239,26 @@ def _mesh(config: Settings) -> jax.sharding.Mesh:
     return mesh
 
 
+def _check_processes(config: Settings, workdir: Path, mesh) -> None:
+    """Raises ConfigError for what several processes do not do together."""
+    count, groups = jax.process_count(), mesh.shape["data"]
+    if groups % count:
+        raise ConfigError(
+            f"--config.mesh: data={groups} does not split over {count} processes, each of which reads rows of its own"
+        )
+    stages = {"pool": not config.data, "answers": config.answers == "target"}
+    for stage in (stage for stage, needed in stages.items() if needed):
+        if not (workdir / f"{stage}.json").is_file():
+            raise ConfigError(
+                f"{workdir / stage}.json is not there, and several processes do not make it; run "
+                f"--config.until={stage} in one first"
+            )
+    if config.decode_prompts:
+        raise ConfigError(
+            "--config.decode_prompts: several processes train alone; leave it out, and use decode.py after"
+        )
+
+
 def _target(config: Settings, mesh) -> load.LoadedTarget:
     """The target on the mesh, each device's part read alone; XLA splits the work of the layers."""
     source = config.target or demo.fetch_target()
@@ -256,8 +283,10 @@ def _scale(path: Path, begun: bool, config: Settings, target, packed: Packed, re
     taps = recipe.head.tap_layers
     if not begun:
         found = features.scale(target, packed, taps, config.scale_sequences, config.feature_batch, recipe.attention)
-        with files.whole(path) as unfinished:
-            np.save(unfinished, np.asarray(found))
+        if jax.process_index() == 0:
+            with files.whole(path) as unfinished:
+                np.save(unfinished, np.asarray(found))
+        spread.meet("scale")
     try:
         stored = np.load(path)
     except (OSError, EOFError, ValueError) as error:  # gone, empty or cut short
