@@ -80,9 +80,7 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
     if config.until == "pool":
         gather.source(config, workdir, log)
         return True
-    mesh = _mesh(config)
-    if jax.process_count() > 1:
-        _check_processes(config, workdir, mesh)
+    mesh = _mesh(config, workdir)
     target = _target(config, mesh)
     # Said once, so that answers, rows and the exported head agree with how decoding will render prompts.
     mode = pair.thinking(target, None, config.thinking_switch)
@@ -142,8 +140,7 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
     params, saved = outcome.state.params, at
     if config.export == "best" and outcome.best is not None:
         params, saved = outcome.best, outcome.notes["best_step"]
-    if jax.process_count() > 1:
-        params = spread.fetch(params)
+    params = params if jax.process_count() == 1 else spread.fetch(params)
     made_of = target, recipe, export.Trained(params, scale, saved, at), config, found.counts
     if jax.process_index() == 0:
         export.write(workdir / "head", *made_of)
@@ -220,7 +217,7 @@ def _start(config: Settings, target, learns: Objective, head) -> dict | None:
     return found.params
 
 
-def _mesh(config: Settings) -> jax.sharding.Mesh:
+def _mesh(config: Settings, workdir: Path) -> jax.sharding.Mesh:
     devices, model = jax.device_count(), config.model_parallel
     if config.mesh:
         try:
@@ -236,6 +233,8 @@ def _mesh(config: Settings) -> jax.sharding.Mesh:
         raise ConfigError(
             f"--config.batch={config.batch}: {part} sequences at a time do not split over {groups} devices"
         )
+    if jax.process_count() > 1:
+        _check_processes(config, workdir, mesh)
     return mesh
 
 
