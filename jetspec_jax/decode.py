@@ -130,7 +130,8 @@ def _check(args: command.Args) -> None:
     if _talks(args):
         refuse(args.budget == AUTO, "--chat without a prompt talks with trees of one size; give --budget a number")
         for name in (
-            *DRAWN, "json", "compare", "profile", "batch", "prefill_chunk", "stream", "logprobs", "budget_rule", "prune"
+            *DRAWN, "json", "compare", "profile", "batch", "prefill_chunk", "stream", "logprobs", "budget_rule", "prune",
+            "mesh", "coordinator",
         ):  # fmt: skip
             refuse(name in args.given, f"--chat without a prompt talks, and --{name} is not for that; leave it out")
         prompts = ["chat"]
@@ -157,11 +158,11 @@ def _check(args: command.Args) -> None:
     command.check_mesh(args.mesh)
     hosts.check(args)
     refuse(args.coordinator and not args.mesh, "--coordinator without --mesh: say how the devices share the work")
+    several = args.coordinator is not None
+    refuse(several and args.budget == AUTO, "--budget auto with --coordinator: hosts differ in time; give a number")
     refuse(
-        args.coordinator and args.budget == AUTO,
-        "--budget auto with --coordinator: hosts measure different times; give a number",
+        several and recorded, f"--{recorded} with --coordinator: one process draws and stores; leave one of them out"
     )
-    refuse(args.coordinator and _talks(args), "--chat without a prompt talks at one keyboard; leave --coordinator out")
     unused = "--nochat" if args.chat is False else "--prompt_ids"
     asked = args.thinking is not None and (ids or args.chat is False)
     refuse(asked, f"{said('thinking')} with {unused}: no chat template is used; leave it out")

@@ -222,6 +222,8 @@ def start(  # noqa: PLR0913  # the options of a call
 def _check_budgets(head, tree: TreeConfig, budgets: Sequence[int | str]) -> None:
     """Raises ConfigError where budgets, their rule and pruning cannot be had of a drafter, or mean nothing."""
     auto = AUTO in budgets
+    if auto and jax.process_count() > 1:
+        raise ConfigError("budget=auto: several processes measure different times; give a number")
     if tree.rule != TreeConfig.rule and not auto:
         raise ConfigError(f"budget_rule={tree.rule}: budgets are numbers, so nothing is chosen; give budget=auto")
     for name, asked in (("budget=auto", auto), (f"prune={tree.prune:g}", tree.prune > 0)):

@@ -20,9 +20,11 @@ from jetspec_jax.config import MoEConfig
 from jetspec_jax.drafts import block, dspark, eagle3
 from jetspec_jax.engine import programs, requests
 from jetspec_jax.engine.rows import Row
+from jetspec_jax.engine.slots import Plan, Slots
 from jetspec_jax.engine.spread import backend_of
 from jetspec_jax.files import checkpoint, load
 from jetspec_jax.files import mesh as on_mesh
+from jetspec_jax.loop.plain import PLAIN
 from jetspec_jax.models import qwen3, sharding
 
 V = 640  # far more than any row exchanges
@@ -266,6 +268,12 @@ def refusals() -> None:
         else:
             raise AssertionError(given)
     loaded = on_mesh.target_on(target("dense"), "model=2")
+    try:
+        Slots(loaded, None, PLAIN, Plan(256, (1,), 1, (16,)))
+    except sharding.ConfigError as error:
+        assert "decode on one device" in str(error)
+    else:
+        raise AssertionError("slots on a mesh")
     assert loaded.mesh is not None and loaded.mesh.devices.size == 2  # the first ones
     assert on_mesh.target_on(loaded, "model=2") is loaded
 
