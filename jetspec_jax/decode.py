@@ -130,8 +130,8 @@ def _check(args: command.Args) -> None:
     if _talks(args):
         refuse(args.budget == AUTO, "--chat without a prompt talks with trees of one size; give --budget a number")
         for name in (
-            *DRAWN, "json", "compare", "profile", "batch", "prefill_chunk", "stream", "logprobs", "budget_rule", "prune",
-            "mesh", "coordinator",
+            *DRAWN, "json", "compare", "profile", "batch", "prefill_chunk", "stream", "logprobs", "budget_rule",
+            "prune", "mesh", "coordinator",
         ):  # fmt: skip
             refuse(name in args.given, f"--chat without a prompt talks, and --{name} is not for that; leave it out")
         prompts = ["chat"]

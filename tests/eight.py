@@ -16,6 +16,8 @@ import numpy as np
 import tiny
 
 from jetspec_jax import SamplingConfig, TreeConfig, methods, speculate
+from jetspec_jax.backends.hopper import Hopper
+from jetspec_jax.backends.xla import PLAIN_XLA
 from jetspec_jax.config import MoEConfig
 from jetspec_jax.drafts import block, dspark, eagle3
 from jetspec_jax.engine import programs, requests
@@ -28,7 +30,7 @@ from jetspec_jax.loop.plain import PLAIN
 from jetspec_jax.models import qwen3, sharding
 
 V = 640  # far more than any row exchanges
-MESHES = ((1, 8), (2, 4), (4, 2), (8, 1))
+MESHES = ("model=8", "data=2,model=4", "data=4,model=2", "data=8")
 NEW = 10
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 7, 1, 8], [31] * 9, [14, 15], [5, 35, 8, 97, 93], [601] * 3, [17], [77, 5, 5]]
 SAMPLED = SamplingConfig(NEW, temperature=0.9, top_k=30, top_p=0.9, seed=7, repetition_penalty=1.2, eos=())
@@ -111,21 +113,21 @@ def decoded(kind: str, method: str, batch: int, sampling: SamplingConfig, mesh=N
 one = functools.cache(decoded)
 
 
-def same(kind: str, method: str, batch: int, data: int, model: int, sampling=GREEDY, split: bool = True) -> None:
+def same(kind: str, method: str, batch: int, mesh, sampling=GREEDY, split: bool = True) -> None:
     """The tokens and the rounds of one device."""
     sharding.WORTH = 0 if split else 1 << 40
     wanted = one(kind, method, batch, sampling)
-    got = decoded(kind, method, batch, sampling, {"data": data, "model": model})
-    assert got == wanted, (kind, method, batch, data, model, got, wanted)
+    got = decoded(kind, method, batch, sampling, mesh)
+    assert got == wanted, (kind, method, batch, mesh, got, wanted)
     if method == "told" and batch == 8:
         assert max(map(max, wanted[1])) >= 4 and min(map(min, wanted[1])) == 1, wanted[1]
 
 
 def tokens() -> None:
     """Every mesh, both batches, both kinds of target and most drafters, each once."""
-    same("dense", "told", 8, 2, 4, SAMPLED)
-    same("moe", "eagle3", 1, 1, 8)
-    same("moe", "pctree", 8, 4, 2, split=False)
+    same("dense", "told", 8, "data=2,model=4", SAMPLED)
+    same("moe", "eagle3", 1, "model=8")
+    same("moe", "pctree", 8, "data=4,model=2", split=False)
     exchanges()
 
 
@@ -133,10 +135,34 @@ def product() -> None:
     """Every method on every mesh, with both targets and batches; by turns greedy or sampled, split or repeated."""
     ways = ("autoregressive", "ngram", "told", *(name for name, row in methods.METHODS.items() if row.head))
     for i, (kind, method, batch) in enumerate(itertools.product(("dense", "moe"), ways, (1, 8))):
-        for j, (data, model) in enumerate(MESHES):
+        for j, mesh in enumerate(MESHES):
             sampling = GREEDY if (i // 2 + j) % 2 else SAMPLED
-            same(kind, method, batch, data, model, sampling, split=(i // 2 + j // 2) % 2 == 0)
+            same(kind, method, batch, mesh, sampling, split=(i // 2 + j // 2) % 2 == 0)
+    for mesh in ("model=2,expert=4", "data=2,model=2,expert=2", "expert=8"):
+        same("moe", "told", 8, mesh, SAMPLED)
     exchanges()
+
+
+def kernels() -> None:
+    """Kernels on each device's part, in their interpreter: the tokens of plain XLA on one device."""
+    sharding.WORTH = 0
+    sizes = {"vocab_size": V, "num_heads": 8, "num_kv_heads": 4, "head_dim": 16, "hidden_size": 128}
+    sizes |= {"intermediate_size": 256}
+
+    def run(backend, mesh):
+        config, headed = tiny.model_config("dense", **sizes), tiny.head_config(True, mask_token_id=V - 1, **sizes)
+        model, shapes = qwen3.build(config, jnp.float32, backend)
+        draft, drafted = block.build(headed, jnp.float32, backend=backend)
+        params = tiny.random_like(shapes, 2)
+        params["embedding"] = params["embedding"] * 4.0
+        loaded, drafts = (
+            tiny.Loaded(model, params, config),
+            tiny.LoadedHead(draft, tiny.random_like(drafted, 1), headed),
+        )
+        found = speculate.generate(loaded, drafts, PROMPTS[:2], TreeConfig(8), SamplingConfig(6, eos=()), mesh=mesh)
+        return [(r.token_ids, r.tree_sizes) for r in found]
+
+    assert run(Hopper(), "data=2,model=2") == run(PLAIN_XLA, None)
 
 
 def host() -> None:

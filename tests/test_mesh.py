@@ -29,5 +29,5 @@ def test_every_drafter_on_every_mesh():
 
 
 @pytest.mark.slow
-def test_rows_that_come_later_pieces_of_prompts_and_paced_rounds(tmp_path):
-    on_eight("host", JETSPEC_CACHE=str(tmp_path))
+def test_rows_that_come_later_pieces_of_prompts_paced_rounds_and_kernels(tmp_path):
+    on_eight("host", "kernels", JETSPEC_CACHE=str(tmp_path))
