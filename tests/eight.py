@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tiny
+from jax.sharding import PartitionSpec
 
 from jetspec_jax import SamplingConfig, TreeConfig, methods, speculate
 from jetspec_jax.backends.hopper import Hopper
@@ -26,6 +27,7 @@ from jetspec_jax.engine.slots import Plan, Slots
 from jetspec_jax.engine.spread import backend_of
 from jetspec_jax.files import checkpoint, load
 from jetspec_jax.files import mesh as on_mesh
+from jetspec_jax.layers import vocabulary
 from jetspec_jax.loop.plain import PLAIN
 from jetspec_jax.models import qwen3, sharding
 
@@ -141,6 +143,52 @@ def product() -> None:
     for mesh in ("model=2,expert=4", "data=2,model=2,expert=2", "expert=8"):
         same("moe", "told", 8, mesh, SAMPLED)
     exchanges()
+
+
+def vocabularies() -> None:
+    """What looks at a whole row says of parts what it says of the row, with ties, infinities, NaN and a large k."""
+    mesh, size = sharding.mesh_of("model=8"), 48
+    draw = np.random.default_rng(0)
+    x = draw.integers(-3, 4, (6, 5, size)).astype(np.float32)  # ties everywhere
+    x[0, 0], x[0, 1, [3, 30]], x[0, 2, 20] = -np.inf, np.inf, np.nan
+    x[1:3] += draw.normal(size=(2, 5, size))
+    table = draw.normal(size=(size, 4)).astype(np.float32)
+    token, node = jnp.asarray(draw.integers(0, size, (6, 5))), jnp.asarray(draw.integers(0, 5, (6, 5)))
+    token = token.at[2, 2].set(size)  # padding; only `slot` is given such
+    inside = jnp.minimum(token, size - 1)
+
+    def counted(x):
+        held = vocabulary.held(size)
+        places = vocabulary.slot(token, held)
+        return vocabulary.total(jnp.zeros((1, held)).at[0, places].add(jnp.arange(30.0).reshape(6, 5)) * x[1, :1])
+
+    ways = {
+        "best": vocabulary.best,
+        "noisy": lambda x: vocabulary.best(x + vocabulary.gumbel(jnp.uint32(3), jnp.int32(7), size)),
+        "top 1": lambda x: vocabulary.top_k(x, 1),
+        "top 5": lambda x: vocabulary.top_k(x, 5),
+        "top 20": lambda x: vocabulary.top_k(x, 20),  # more than a device holds
+        "largest": vocabulary.largest,
+        "at": lambda x: vocabulary.at(x, inside),
+        "chosen": lambda x: vocabulary.chosen(x, node, inside),
+        "rows": lambda x: vocabulary.rows(vocabulary.share(jnp.asarray(table), 0), inside),
+        "threshold": lambda x: vocabulary.threshold(x[1:], jnp.ones_like(x[1:]), jnp.full((5, 5), 7.0)),
+        "size": lambda x: jnp.int32(vocabulary.size(x)),
+        "log_total": vocabulary.log_total,
+        "counted": counted,
+    }
+    whole = lambda x: {name: way(x) for name, way in ways.items()}
+
+    def parts(x):
+        with vocabulary.split("model"):
+            return whole(x)
+
+    over = PartitionSpec(None, None, "model")
+    split = jax.shard_map(parts, mesh=mesh, in_specs=over, out_specs=PartitionSpec(), check_vma=False)
+    got, wanted = jax.jit(split)(x), jax.jit(whole)(x)
+    for name in ways:
+        near = {"rtol": 1e-6} if name in ("log_total", "counted") else {"rtol": 0}  # added in another order
+        jax.tree.map(functools.partial(np.testing.assert_allclose, err_msg=name, **near), got[name], wanted[name])
 
 
 def kernels() -> None:

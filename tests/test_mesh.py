@@ -20,7 +20,7 @@ def on_eight(*names: str, **settings: str) -> None:
 
 
 def test_eight_devices_decode_the_tokens_of_one_and_exchange_no_weight_and_no_row_of_logits():
-    on_eight("refusals", "weights", "tokens")
+    on_eight("refusals", "weights", "vocabularies", "tokens")
 
 
 @pytest.mark.slow
