@@ -54,7 +54,11 @@ def together(count: int, devices: int, words) -> list[str]:
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = [subprocess.Popen([sys.executable, *words(i)], cwd=ROOT, env=env, **pipes) for i in range(count)]
-    found = [process.communicate(timeout=500) for process in started]
+    try:
+        found = [process.communicate(timeout=500) for process in started]
+    finally:
+        for process in started:
+            process.kill()
     for process, (_, error) in zip(started, found, strict=True):
         assert process.returncode == 0, error[-3000:]
     assert not any(output or error for output, error in found[1:]), "the first one alone prints"
