@@ -251,5 +251,5 @@ def build(
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Head(config, dtype)))
     shapes = nnx.to_pure_dict(state)
     if config.scorer_rank:
-        shapes["scorer"] = scorer.shapes(config.hidden_size, config.scorer_rank, dtype)
+        shapes["scorer"] = scorer.shapes(config.hidden_size, config.scorer_rank, config.scorer_width, dtype)
     return BlockDraft(config, depth or config.depth, rule or Rule(64), graphdef, backend), shapes

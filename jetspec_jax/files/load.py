@@ -121,20 +121,19 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
         _warn(f"{path}: {', '.join(tensors.borrowed)} ignored; a head borrows the target's")
     fusions = family.names(config)
     checkpoint.need(tensors, fusions, str(path))
-    rank = scorer_file.rank(path)
+    rank, width = scorer_file.sizes(path)
     if rank:
         if type(config) is not HeadConfig:
             raise ConfigError(
                 f"{path / scorer_file.FOLDER}: a {family.name} head has no use for a scorer; move it away"
             )
-        config = dataclasses.replace(config, scorer_rank=rank)
+        config = dataclasses.replace(config, scorer_rank=rank, scorer_width=width)
     draft, shapes = family.build(config, checkpoint.numpy_dtype(target.dtype), target.model.backend)
-    shapes.pop("scorer", None)
+    beside = shapes.pop("scorer", None)
     lies = sharding.drafting(shapes, target.mesh, config) if target.mesh else None
     params = checkpoint.assemble(tensors, fusions, shapes, str(path), _warn, lies)
-    if rank:
-        read = scorer_file.read(path, config.hidden_size, rank, checkpoint.numpy_dtype(target.dtype))
-        params["scorer"] = jax.device_put(read, sharding.repeated(target.mesh)) if target.mesh else read
+    if beside:
+        params["scorer"] = on_mesh.repeated(scorer_file.read(path, beside), target.mesh)
     wrong = family.check(config, params) if family.check else None
     if wrong:
         raise ConfigError(f"{path}: {wrong}")

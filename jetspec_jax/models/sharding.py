@@ -151,7 +151,7 @@ def decoding(tree: Any, mesh: AnyMesh, config: Sizes) -> Any:
 def drafting(tree: Any, mesh: AnyMesh, config: Any) -> Any:
     """Shardings of a head's parameters: split like a target's where that pays, else repeated on every device.
 
-    What a head has a row a token of stays whole: of that, a device reads its own part.
+    What a head has a row a token of stays whole: of that, a device reads its own part. So does the scorer beside it.
 
     config: of its family; None where it has no layers.
     """
@@ -160,10 +160,12 @@ def drafting(tree: Any, mesh: AnyMesh, config: Any) -> Any:
     size = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
     if config is None or count == 1 or size / layers * (count - 1) / count < WORTH:
         return _by_name(tree, mesh, lambda name, shape: _none(shape))
-    split = decoding(tree, mesh, config)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: repeated(mesh) if _name(path) in ("embedding", "lm_head") else x, split
-    )
+
+    def one(path, where: NamedSharding) -> NamedSharding:
+        names = [str(getattr(key, "key", "")) for key in path]
+        return repeated(mesh) if names[0] in ("embedding", "lm_head", "scorer") else where
+
+    return jax.tree_util.tree_map_with_path(one, decoding(tree, mesh, config))
 
 
 def placed(shape: tuple[int, ...], where: NamedSharding, read: Callable[[Part], np.ndarray]) -> jax.Array:

@@ -110,6 +110,10 @@ class Settings:
     markov_rank: int = _number(256, "rank of a dspark head's Markov head; 0: it has none", 0, MOST_SIZE)
     markov_head: str = _one_of("vanilla", "its kind; a published rnn head decodes, none is trained", "vanilla", "gated")
     scorer_rank: int = _number(0, "rank of a scorer beside a block head; 0: it gets none", 0, MOST_SIZE)
+    scorer_width: int = _number(0, "width of the SwiGLU of its parents; 0: they are a product", 0, MOST_SIZE)
+    scorer_parents: str = _one_of(
+        "text", "what it learns from: the text's tokens, or those of other places (a control)", "text", "others"
+    )
     frozen_head: bool = _key(False, "train the scorer alone, beside the head of init_head")
     init_head: str = _key("", "a head to go on from, instead of random parameters")
 
