@@ -54,8 +54,8 @@ def target(kind: str):
 def head(family: str):
     """A random head of eight kv heads."""
     sizes = {"vocab_size": V, "num_heads": 16, "num_kv_heads": 8, "intermediate_size": 32, "mask_token_id": V - 1}
-    if family in ("jetspec", "dflash"):
-        config = tiny.head_config(family == "jetspec", **sizes)
+    if family in ("jetspec", "dflash", "scored"):
+        config = tiny.head_config(family != "dflash", scorer_rank=4 if family == "scored" else 0, **sizes)
         draft, shapes = block.build(config, jnp.float32)
     elif family == "dspark":
         config = dataclasses.replace(tiny.dspark().config, **sizes)
@@ -97,6 +97,8 @@ def drafter(kind: str, method: str, sampling: SamplingConfig):
         return None, None
     if method == "ngram":
         return load.load_drafter("ngram", target(kind)), tree
+    if method == "scored":
+        return head("scored"), tree
     if method == "told":
         return told(kind, sampling), tree
     drafts = head(methods.METHODS[method].families[0])
@@ -133,16 +135,19 @@ def tokens() -> None:
     exchanges()
 
 
-def product() -> None:
-    """Every method on every mesh, with both targets and batches; by turns greedy or sampled, split or repeated."""
-    ways = ("autoregressive", "ngram", "told", *(name for name, row in methods.METHODS.items() if row.head))
-    for i, (kind, method, batch) in enumerate(itertools.product(("dense", "moe"), ways, (1, 8))):
+def product(kind: str) -> None:
+    """Every method on every mesh, with both batches; by turns greedy or sampled, split or repeated."""
+    ways = ("autoregressive", "ngram", "told", "scored", *(name for name, row in methods.METHODS.items() if row.head))
+    for i, (method, batch) in enumerate(itertools.product(ways, (1, 8))):
         for j, mesh in enumerate(MESHES):
             sampling = GREEDY if (i // 2 + j) % 2 else SAMPLED
             same(kind, method, batch, mesh, sampling, split=(i // 2 + j // 2) % 2 == 0)
-    for mesh in ("model=2,expert=4", "data=2,model=2,expert=2", "expert=8"):
-        same("moe", "told", 8, mesh, SAMPLED)
+    for mesh in ("model=2,expert=4", "data=2,model=2,expert=2", "expert=8") if kind == "moe" else ():
+        same(kind, "told", 8, mesh, SAMPLED)
     exchanges()
+
+
+dense, moe = (functools.partial(product, kind) for kind in ("dense", "moe"))
 
 
 def vocabularies() -> None:

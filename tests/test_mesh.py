@@ -24,8 +24,9 @@ def test_eight_devices_decode_the_tokens_of_one_and_exchange_no_weight_and_no_ro
 
 
 @pytest.mark.slow
-def test_every_drafter_on_every_mesh():
-    on_eight("product")
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_every_drafter_on_every_mesh(kind):
+    on_eight(kind)
 
 
 @pytest.mark.slow
