@@ -190,8 +190,7 @@ def _features(  # noqa: PLR0913  # what a run has made before this stage
     if config.features == "disk":
         folder = workdir / "features"
         done = features.write(
-            folder, target, packed, taps, config.feature_batch, recipe.attention, jax.process_index(),
-            jax.process_count(), on_time, log,
+            folder, target, packed, taps, config.feature_batch, recipe.attention, on_time=on_time, log=log,
         )  # fmt: skip
         return (None, features.Stored(folder, target, packed, taps)) if done else None
     return None, None
