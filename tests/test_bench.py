@@ -15,7 +15,10 @@ ROOT = pathlib.Path(__file__).parent.parent
 BENCH = ROOT / "bench"
 COMMANDS = {
     "attention": "--shape tiny --rows 3 --lengths 40 --slots 64 --repeats 1 --choices xla pallas",
-    "decode_latency": "--shape tiny-moe --dtype float32 --budgets 4 --contexts 24:64 --steps 8 --repeats 1 --parts --scorer 4:8",
+    "devices": "--shape tiny --dtype float32 --meshes one data=1 --budgets 1 4 --length 40 --slots 64 --repeats 1 "
+    "--tokens 5",
+    "decode_latency": "--shape tiny-moe --dtype float32 --budgets 4 --contexts 24:64 --steps 8 --repeats 1 --parts "
+    "--scorer 4:8",
     "long_context": "--shape tiny --prompts 40 --new 6 --budget 4 --chunk 16 --repeats 1",
     "moe": "--shape tiny-moe --rows 3 20 --layers 2 --dtype float32 --repeats 1",
     "products": "--shape tiny --rows 3 --names qkv gate_up --repeats 1",

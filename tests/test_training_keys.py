@@ -110,6 +110,7 @@ PROOFS = {
     "weight_decay": Proof(0.5, "step"),
     "clip": Proof(0.5, "step"),
     "model_parallel": Proof(2, "refused"),
+    "mesh": Proof("data=2", "refused"),
     "attention": Proof("cudnn", "recipe features scale"),
     "remat": Proof(False, "step"),
     "log_every": Proof(3, "plan"),

@@ -43,10 +43,11 @@ class Hopper(XLA):
             return super().swiglu(x, gate_up)
         return gpu_layer.swiglu(x.reshape(rows, -1), gate_up, _interpreted()).reshape(*x.shape[:2], outer)
 
-    def mixture(self, x, router, gate_up, down, experts_per_token, normalize_top_k):
-        rows, (_, inner, hidden) = x.shape[0] * x.shape[1], down.shape
-        if not self.experts or rows > ROUTED or not gpu_experts.supported(hidden, inner):
-            return super().mixture(x, router, gate_up, down, experts_per_token, normalize_top_k)
+    def mixture(self, x, router, gate_up, down, experts_per_token, normalize_top_k, first=0):
+        rows, (count, inner, hidden) = x.shape[0] * x.shape[1], down.shape
+        some = count < router.shape[1]  # a device's part of them
+        if not self.experts or some or rows > ROUTED or not gpu_experts.supported(hidden, inner):
+            return super().mixture(x, router, gate_up, down, experts_per_token, normalize_top_k, first)
         weights = router, gate_up, down, experts_per_token, normalize_top_k
         return gpu_experts.mixture(x.reshape(rows, -1), *weights, _interpreted()).reshape(-1, *x.shape)
 

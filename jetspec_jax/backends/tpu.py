@@ -27,9 +27,10 @@ class TPU(XLA):
             return super().attend(q, fresh, mask, prefix, length)
         return tpu_attention.attend(by_kv_head(q, fresh[0].shape[1]), fresh, mask, prefix, length)
 
-    def mixture(self, x, router, gate_up, down, experts_per_token, normalize_top_k):
-        rows, (_, inner, hidden) = x.shape[0] * x.shape[1], down.shape
-        if rows > ROUTED or not tpu_experts.supported(hidden, inner):
-            return super().mixture(x, router, gate_up, down, experts_per_token, normalize_top_k)
+    def mixture(self, x, router, gate_up, down, experts_per_token, normalize_top_k, first=0):
+        rows, (count, inner, hidden) = x.shape[0] * x.shape[1], down.shape
+        some = count < router.shape[1]  # a device's part of them
+        if some or rows > ROUTED or not tpu_experts.supported(hidden, inner):
+            return super().mixture(x, router, gate_up, down, experts_per_token, normalize_top_k, first)
         weights = router, gate_up, down, experts_per_token, normalize_top_k
         return tpu_experts.mixture(x.reshape(rows, -1), *weights).reshape(x.shape)

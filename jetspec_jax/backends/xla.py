@@ -30,6 +30,7 @@ class XLA:
     """
 
     name: ClassVar[str] = "xla"  # as a user chooses it
+    groups: ClassVar[int] = 1  # of devices, among which the rows of a batch are dealt out
 
     def matmul(self, x: Float[Array, "B T A"], w: Float[Array, "A O"]) -> jax.Array:
         """Returns x @ w as a product."""
@@ -45,13 +46,14 @@ class XLA:
         self,
         x: Float[Array, "B T E"],
         router: Float[Array, "E X"],
-        gate_up: Float[Array, "X E 2 F"],
-        down: Float[Array, "X F E"],
+        gate_up: Float[Array, "Y E 2 F"],
+        down: Float[Array, "Y F E"],
         experts_per_token: int,
         normalize_top_k: bool,
+        first: int | Int[Array, ""] = 0,
     ) -> jax.Array:
         """Returns what the rows' experts make of them as a product; arguments of `moe.feed_forward`."""
-        return moe.feed_forward(x, router, gate_up, down, experts_per_token, normalize_top_k)
+        return moe.feed_forward(x, router, gate_up, down, experts_per_token, normalize_top_k, first)
 
     def add_norm(
         self, x: Float[Array, "B T E"], product: jax.Array | None, weight: Float[Array, " E"], eps: float
@@ -92,6 +94,20 @@ class XLA:
     ) -> Float[Array, "B T N H"]:
         """Returns the rows' attention over a committed prefix and over fresh keys; arguments of `attention.attend`."""
         return attention.attend(q, fresh, mask, prefix, length)
+
+    def joined(self, product: jax.Array, parts: tuple[str, ...], dtype) -> jax.Array:
+        """Returns the whole of a product that several devices have parts of.
+
+        Args:
+          product: of this device.
+          parts: by what its sum was split, `model` or `expert`; none where it is whole.
+          dtype: of the rows.
+        """
+        return product
+
+    def place(self, part: str) -> int | Int[Array, ""]:
+        """Returns which part this device has of what is split by `model` or `expert`."""
+        return 0
 
     def commit(self, cache: Cache, fresh: Cache, path: Int[Array, "B R"], start: Int[Array, " B"]) -> Cache:
         """Writes the fresh rows of `path` to slots start..start+R-1 of every layer, and returns the cache."""

@@ -109,6 +109,8 @@ class Slots:
           plan: sizes.
           sets: of options that rows may use together, the cheapest first.
         """
+        if getattr(target, "mesh", None):
+            raise ConfigError("mesh: the server and conversations decode on one device; leave the mesh out")
         self._sets = tuple(sets)
         self.target, self.head, self.plan = target, head, plan
         self.batch, self.compiled = 1, 0

@@ -21,10 +21,11 @@ def choose(
 def feed_forward(
     x: Float[Array, "B T E"],
     router: Float[Array, "E X"],
-    gate_up: Float[Array, "X E 2 F"],
-    down: Float[Array, "X F E"],
+    gate_up: Float[Array, "Y E 2 F"],
+    down: Float[Array, "Y F E"],
     experts_per_token: int,
     normalize_top_k: bool,
+    first: int | Int[Array, ""] = 0,
 ) -> Float[Array, "B T E"]:
     """Returns what the chosen SwiGLU experts of Qwen3-MoE make of each row, weighed by the router.
 
@@ -38,13 +39,18 @@ def feed_forward(
       down: of each expert.
       experts_per_token: experts that a row is sent to.
       normalize_top_k: whether their weights are made to sum to one.
+      first: where only Y of all X experts are given, which is the first of them; what the others make is left out.
     """
     batch, rows, hidden = x.shape
     flat = x.reshape(-1, hidden)
     weight, expert = choose(flat, router, experts_per_token, normalize_top_k)
+    count = len(gate_up)
+    if count < router.shape[1]:  # rows of the other experts come last, in no group
+        here = (expert >= first) & (expert < first + count)
+        weight, expert = jnp.where(here, weight, 0), jnp.where(here, expert - first, count)
     order = jnp.argsort(expert.reshape(-1), stable=True)  # routed rows, grouped by expert
     source = order // experts_per_token
-    sizes = jnp.bincount(expert.reshape(-1), length=router.shape[1]).astype(jnp.int32)
+    sizes = jnp.bincount(expert.reshape(-1), length=count).astype(jnp.int32)
 
     def ragged(a, w):
         wide = jax.lax.ragged_dot(a, w, sizes, precision=precision(a.dtype), preferred_element_type=jnp.float32)
@@ -52,6 +58,8 @@ def feed_forward(
 
     gate, up = jnp.split(ragged(flat[source], gate_up.reshape(*gate_up.shape[:2], -1)), 2, axis=-1)
     out = ragged(jax.nn.silu(gate) * up, down)
+    if count < router.shape[1]:
+        out = jnp.where(jnp.arange(len(out))[:, None] < sizes.sum(), out, 0)
     # Back in the order of the rows, so that each adds its experts in one fixed order: a scatter would add them in any.
     out = out[jnp.argsort(order)].reshape(-1, experts_per_token, hidden).astype(jnp.float32)
     return (out * weight[..., None]).sum(1).astype(x.dtype).reshape(batch, rows, hidden)

@@ -19,6 +19,7 @@ from typing import Any
 
 from jetspec_jax.config import MOST_SIZE, ConfigError, ModelConfig
 from jetspec_jax.fields import MOST, Option, shown
+from jetspec_jax.options import mesh_axes
 
 LONGEST = 200  # characters of a value in a message; paths are longer than other values
 STAGES = ("pool", "answers", "export")
@@ -144,7 +145,8 @@ class Settings:
     clip: float = _number(1.0, "most of the gradient's global norm", 0, above=True)
 
     # ---- devices
-    model_parallel: int = _number(1, "devices that share one copy of the target", 1)
+    model_parallel: int = _number(1, "devices that share one copy of the target; all devices are used", 1)
+    mesh: str = _key("", "or the mesh itself, e.g. data=4,model=2, of the first devices; --mesh says the same")
     attention: str = _one_of(
         "auto", "what computes it; auto is cudnn on an NVIDIA GPU in 16 bits", "auto", "xla", "cudnn"
     )
@@ -180,6 +182,10 @@ class Settings:
         if self.frozen_head and not (self.scorer_rank and self.init_head):
             missing = "init_head" if self.scorer_rank else "scorer_rank"
             raise wrong("frozen_head", "true", f"a scorer is trained beside a head that is there: give {missing}")
+        if self.mesh and self.model_parallel != 1:
+            raise wrong("mesh", self.mesh, f"model_parallel={self.model_parallel} says another; give one of the two")
+        if self.mesh and "expert" in mesh_axes(self.mesh):
+            raise wrong("mesh", self.mesh, "in training experts lie over model; leave the axis expert out")
         if self.batch % self.accumulate:
             raise wrong("accumulate", self.accumulate, f"it must divide batch={self.batch}")
         if self.has_mask and self.block_size > self.sequence_length:
