@@ -222,7 +222,7 @@ def handed(tmp_path, monkeypatch):
     monkeypatch.setattr(features, "scale", lambda t, p, taps, *given: put("scale", *given) or jnp.ones(16 * len(taps)))
     kept = features.Features(jnp.ones(1), jnp.ones(1))
     monkeypatch.setattr(features, "resident", lambda t, p, *given: put("features", "memory", *given[:3]) or kept)
-    monkeypatch.setattr(features, "write", lambda f, t, p, *given: put("features", "disk", *given[:3]) or True)
+    monkeypatch.setattr(features, "write", lambda f, t, p, *given, **_: put("features", "disk", *given[:3]) or True)
     monkeypatch.setattr(features, "Stored", lambda *given: None)
     monkeypatch.setattr(loop, "train", train)
     monkeypatch.setattr(export, "write", write)
