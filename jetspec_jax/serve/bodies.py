@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jetspec_jax.engine.slots import TOP
+from jetspec_jax.engine.kit import TOP
 from jetspec_jax.fields import MOST, ConfigError, Fields, shown, table, whole
 from jetspec_jax.files import conversation, pair, text
 from jetspec_jax.files.inputs import prompt_ids
