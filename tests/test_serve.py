@@ -99,6 +99,10 @@ def test_what_speculation_did_adds_up(client):
     assert steps == drafted.rounds and found["num_draft_tokens"] == sum(drafted.tree_sizes) - drafted.rounds
     assert found["mean_acceptance_length"] == pytest.approx(drafted.acceptance_length)
     assert found["num_spec_tokens"] == served.DEPTH
+    rates = got.metrics["tokens_per_second"]
+    assert rates["plain"] is None and rates["speculative"] == pytest.approx(
+        32 / got.metrics["seconds"]["decode"], rel=0.01
+    )
 
 
 def test_choices_have_the_next_seeds_and_prompts_their_order(client):
@@ -382,6 +386,7 @@ def test_the_page_in_a_browser(server):
         page.wait_for_function("document.getElementById('send').textContent === 'Send'")
         wanted = offline(TARGET.encode_messages(SAY), max_new_tokens=30).text
         assert page.inner_text(".assistant").strip() == wanted.strip()
+        assert float(page.inner_text("#rate")) > 0 and page.inner_text("#plain") == "not measured"
         assert page.locator("#tree svg text").count() == served.NODES and not wrong
         page.fill("#most", "5000")
         page.fill("#say", "more")

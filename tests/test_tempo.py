@@ -3,6 +3,7 @@ and what the host makes of reports that come late."""
 
 import itertools
 
+import httpx
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -242,6 +243,18 @@ class TestTempo:
         assert made.rounds(8, 1, 99.0) == 4 and made.rounds(1, 1, 9.5) == 9
 
 
-def test_metrics_say_what_is_in_force(slots):
+def test_metrics_say_what_is_in_force_and_what_plain_decoding_would_do(slots, monkeypatch):
+    monkeypatch.setattr(slots.tempo.drift, "heed", lambda *rest: None)
+    monkeypatch.setattr(slots.tempo.drift, "factor", {"plain": 2.0, "trees": 1.0})
     with served.running(own=slots) as server:
+        body = {"prompt": [5, 6], "max_tokens": 40, "ignore_eos": True, "n": 2}
+        found = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["metrics"]
         assert server.metric("jetspec_budget_nodes") in SIZES
+        text = server.service.metrics.text().decode().splitlines()
+        rounds = {line.split()[0]: float(line.split()[1]) for line in text if "rounds_of_nodes_total{" in line}
+        assert sum(rounds.values()) == server.metric("jetspec_rounds_total") > 0
+        assert server.metric("jetspec_plain_tokens_per_second") == pytest.approx(1 / slots.tempo.plain(slots.batch))
+    keys = [f"slots, batch {n}, capacity 256, {NODES} nodes" for n in (1, 2)]
+    steps = [2 * row[0] for key in keys for row in costs.read(slots._kit._about, key, SIZES).seconds]
+    rates = found["tokens_per_second"]
+    assert rates["speculative"] > 0 and 0.99 / max(steps) <= rates["plain"] <= 1.01 / min(steps)

@@ -61,6 +61,7 @@ class Job:
     draft: Draft | None = None
     told: int = 0  # tokens
     shown: int = 0  # characters
+    plain: float = 0.0  # seconds that plain steps would have taken for what its rounds gave; 0 where nobody knows
     asked: float = dataclasses.field(default_factory=time.perf_counter)  # times
     begun: float = 0.0
     first: float = 0.0

@@ -293,6 +293,7 @@ class Scheduler:
         self._heard = now if self._flight else 0.0
         self._watch("blocks", 1)
         self._watch("rounds", rounds)
+        self._watch(f"rounds of {flight.nodes}", rounds)
 
     def _grow(self, job: Job, report: Report, row: int, now: float) -> None:
         """Adds what a block did to a job's log, and ends the job where its row has ended."""
@@ -320,6 +321,8 @@ class Scheduler:
             job.draft = Draft(*(x.tolist() for x in (*drawn, path)))
         if not job.first:
             job.first = now
+        if report.next is not None:
+            job.plain += float(report.next.seconds[0]) * int(report.emitted[row, made].sum())
         reason = int(report.reason[row])
         kept = job.row.read(log.ids, reason)
         job.log = log._replace(reason=reason) if kept is None else log.cut(kept, TEXT)

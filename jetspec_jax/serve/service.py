@@ -62,6 +62,8 @@ class Service:
         if target.tokenizer is not None:
             target.tokenizer.encode("ready", begin=True)
         scheduler = Scheduler(slots, self.limits.waiting, self.limits.kept, self.metrics.event)
+        tempo = slots.tempo
+        plain = lambda: 1 / tempo.plain(slots.batch) if tempo else 0.0
         self.metrics.watch(
             [
                 ("queue_size", "Requests that wait for a slot.", lambda: scheduler.waiting),
@@ -69,6 +71,7 @@ class Service:
                 ("slots", "Rows that can run.", lambda: slots.plan.rows),
                 ("batch_rows", "Rows of the batch now.", lambda: slots.batch),
                 ("budget_nodes", "Tree nodes of a round in force; 1 is plain decoding.", lambda: scheduler.nodes),
+                ("plain_tokens_per_second", "Of a row by plain steps, as costs were measured; 0: not known.", plain),
                 ("compiles_since_ready", "Programs made while serving; 0.", lambda: self.compiles),
             ]
         )
