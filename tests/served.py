@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import socket
 import threading
 import time
 
@@ -13,6 +14,7 @@ import small
 
 from jetspec_jax import speculate
 from jetspec_jax.drafts import block
+from jetspec_jax.engine.kit import SETS
 from jetspec_jax.engine.slots import Plan, Slots, Trees
 from jetspec_jax.files.pair import LoadedHead
 from jetspec_jax.loop.tree import Rule
@@ -46,7 +48,7 @@ SIZES = (1, 4, NODES)
 def paced() -> Slots:
     """Slots whose trees are as large as pays, pruned where they are improbable; costs are measured anew."""
     trees = Trees(speculate.ladder_of(HEAD, TreeConfig(depth=DEPTH), SIZES), prune=0.02)
-    made = Slots(TARGET, HEAD, trees, Plan(256, (1, 2), NODES, (16,)))
+    made = Slots(TARGET, HEAD, trees, Plan(256, (1, 2), NODES, (16,)), SETS[1:])
     made.prepare()
     return made
 
@@ -71,7 +73,9 @@ class Running:
         self.thread.start()
         while not self.server.started:
             time.sleep(0.01)
-        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+        listener = self.server.servers[0].sockets[0]
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # else the system takes megabytes for a reader
+        self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
 
     def drain(self, seconds: float):

@@ -17,6 +17,8 @@ COMMANDS = {
     "decode_latency": "--shape tiny-moe --dtype float32 --budgets 4 --contexts 24:64 --steps 8 --repeats 1 --parts",
     "long_context": "--shape tiny --prompts 40 --new 6 --budget 4 --chunk 16 --repeats 1",
     "products": "--shape tiny --rows 3 --names qkv gate_up --repeats 1",
+    "serve_budgets": "--shape tiny --dtype float32 --budgets 1 4 auto --sizes 1 4 8 --clients 1 2 --answers 1 "
+    "--prompt 9 --max_new_tokens 12 --context 256",
     "start_up": "--shape tiny --dtype float32 --budget 4 --prompt 24 --slots 64",
     "synthetic_accept": "--shape tiny --dtype float32 --budgets 4 --accept 3 --length 24 --slots 96 --steps 8",
     "train_step": "--shape tiny --dtype float32 --sequence 64 --anchors 8 --steps 1 --repeats 1 --parts",

@@ -30,7 +30,7 @@ from jetspec_jax.loop.contracts import Draft
 from jetspec_jax.loop.decoder import Decoder, insert
 from jetspec_jax.loop.paced import Pace, aged
 from jetspec_jax.loop.pacing import Ladder, Price
-from jetspec_jax.loop.slots import Mind, Order, Rung
+from jetspec_jax.loop.slots import Mind, Order, Report, Rung
 from jetspec_jax.loop.state import RUNNING, State
 from jetspec_jax.options import SamplingConfig
 
@@ -124,6 +124,7 @@ class Kit:
         self._decoders = {n: dataclasses.replace(self.decoder, draft=one) for n, one in sorted(trees.drafts.items())}
         self._runs: dict[tuple, Any] = {}
         self._sizes: dict[tuple[int, Set], tuple[int, ...]] = {}
+        self._reports: dict[tuple, Report] = {}
         self.tempo: Tempo | None = None
         if len(self._decoders) > 1:
             ladder = Ladder(tuple(self._decoders), self.decoder.depth, trees.rule)
@@ -142,6 +143,15 @@ class Kit:
     def sizes(self, batch: int, kind: Set) -> tuple[int, ...]:
         """Returns the nodes that blocks of a batch may have, for rows of a set of options."""
         return self._sizes[batch, kind]
+
+    def shapes(self, batch: int, nodes: int, kind: Set) -> Report:
+        """Returns the shapes of the report of a block."""
+        key = batch, nodes, kind
+        if key not in self._reports:
+            sizes = len(self._decoders) if self.tempo else 0
+            state = narrowed(self._shapes(batch), kind)
+            self._reports[key] = loop.report_shapes(self._decoders[nodes], state, sizes)
+        return self._reports[key]
 
     def blank(self, batch: int = 1) -> Any:
         """Returns a request for rows of one token each."""
@@ -167,6 +177,8 @@ class Kit:
                 self._sizes[batch, options] = self._usable(batch, options)
         blocks = [self._block(batch, n, kind) for (batch, kind), sizes in self._sizes.items() for n in sizes]
         self._compile(blocks, told)
+        for one in blocks:
+            self.shapes(*one.key[1:])
         kept = {one.key for one in blocks}  # a size that cannot win is let go
         self._runs = {key: run for key, run in self._runs.items() if key[0] != "block" or key in kept}
 
@@ -209,12 +221,12 @@ class Kit:
         key, name = ("block", batch, nodes, kind), f"rounds of {batch} x {nodes} nodes, {_said(kind)}"
         decoder, args = self._decoders[nodes], (self.params, narrowed(state, kind))
         if self.tempo is None:
-            return Made(key, name, loop.block, decoder, (*args, number, stop), (1,))
+            return Made(key, name, loop.packed_block, decoder, (*args, number, stop), (1,))
         rung = Rung(Pace(decoder, self.plan.nodes, self.decoder.depth), self.tempo.ladder)
         none, count, at = on_device(0.0, np.float32), len(self._decoders), len(self._contexts)
         price = Price(*(on_device(np.zeros(shape), np.float32) for shape in ((at,), (at, count), (count,))))
         order = Order(number, stop, none, none)
-        return Made(key, name, loop.paced_block, rung, (*args, self.mind, price, order), (1,))
+        return Made(key, name, loop.packed_paced_block, rung, (*args, self.mind, price, order), (1,))
 
     @property
     def _contexts(self) -> tuple[int, ...]:
@@ -266,8 +278,8 @@ class Kit:
             *_, price, order = blocks[size].args
             args = self.params, start, self.mind, price, order._replace(rounds=on_device(count[size], np.int32))
             begin = time.perf_counter()
-            held[0], _, report = jax.block_until_ready(self._runs[blocks[size].key](*args))
-            return (time.perf_counter() - begin) / max(1, int(report.rounds.max()))
+            held[0], _, _ = jax.block_until_ready(self._runs[blocks[size].key](*args))
+            return (time.perf_counter() - begin) / max(1, int(held[0].rounds.max()))
 
         for size in blocks:  # warm, and how many rounds a launch should have
             run(size, at[0])

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -44,6 +44,13 @@ class Reading:
     request: Any
     state: State
     done: int
+
+
+class Sent(NamedTuple):
+    """A report that is still on the device: its shapes, and its bits."""
+
+    shapes: Report
+    bits: jax.Array
 
 
 class Slots:
@@ -190,7 +197,7 @@ class Slots:
         """Returns a copy of what `take` returned: the reading of a prompt uses it up."""
         return self._alone(1, state, 0)
 
-    def launch(self, nodes: int, rounds: int, options: Collection[str], ended: Collection[int]) -> Report:
+    def launch(self, nodes: int, rounds: int, options: Collection[str], ended: Collection[int]) -> Sent:
         """Starts a block of rounds, and returns its report on the device.
 
         Args:
@@ -200,21 +207,22 @@ class Slots:
           ended: slots that the host ends before the first round.
         """
         kit, kind = self._kit, self._kit.kind(options)
-        stop = on_device([slot in ended for slot in range(self.batch)], bool)
-        state, count = self._state, on_device(rounds, np.int32)
+        # Numbers go as numpy has them: an array of jax's own costs the host several times as long.
+        stop = np.array([slot in ended for slot in range(self.batch)])
+        state, count = self._state, np.int32(rounds)
         run, args = kit["block", self.batch, nodes, kind], (kit.params, narrowed(state, kind))
         if self.tempo:
-            fresh, worked = (on_device(value, np.float32) for value in self.tempo.taken())
+            fresh, worked = map(np.float32, self.tempo.taken())
             price = self.tempo.price(self.batch, kit.sizes(self.batch, kind))
-            new, self._mind, report = run(*args, self._mind, price, Order(count, stop, fresh, worked))
+            new, self._mind, bits = run(*args, self._mind, price, Order(*cast(Any, (count, stop, fresh, worked))))
         else:
-            new, report = run(*args, count, stop)
+            new, bits = run(*args, count, stop)
         self._state = widened(new, state)
-        return report
+        return Sent(kit.shapes(self.batch, nodes, kind), bits)
 
-    def get(self, report: Report) -> Report:
+    def get(self, sent: Sent) -> Report:
         """Returns a report on the host; waits for its block."""
-        return jax.device_get(report)
+        return _unpacked(sent.shapes, np.asarray(sent.bits))
 
     def check(self, row: Row) -> None:
         """Raises ConfigError where a row does not fit into a slot; it fits the target."""
@@ -245,3 +253,15 @@ class Slots:
 
     def _blank(self) -> State:
         return self._alone(self.batch, self._state, 0)
+
+
+def _unpacked(shapes: Report, bits: np.ndarray) -> Report:
+    """Returns the report that a packed block gave as one array of int32."""
+    leaves, structure = jax.tree.flatten(shapes)
+    parts = np.split(bits, np.cumsum([x.size for x in leaves])[:-1])
+
+    def part(bits, x):
+        found = bits.view(np.float32) if x.dtype == np.float32 else bits.astype(x.dtype, copy=False)
+        return found.reshape(x.shape)
+
+    return jax.tree.unflatten(structure, map(part, parts, leaves))

@@ -8,6 +8,7 @@ ordered a second time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +21,7 @@ from jetspec_jax.loop.pacing import Ladder, Next, Price
 
 # Powers of two that can win, and rows of a batch with all their nodes beyond which none can: a CPU pays for every row.
 SIZES = {"cpu": (1, 4, 8, 16), "gpu": (1, 8, 16, 32, 64, 128, 256), "tpu": (1, 8, 16, 32, 64, 128, 256)}
-ROWS = {"cpu": 32, "gpu": 2048, "tpu": 2048}
+ROWS = {"cpu": 16, "gpu": 2048, "tpu": 2048}
 NEVER = 1e6  # seconds of a round that there is no program for
 
 
@@ -41,6 +42,7 @@ class Tempo:
             raise ValueError(f"sizes={ladder.sizes}: plain decoding (1) is always among them")
         self.ladder, self.drift = ladder, Drift()
         self._tables: dict[int, Table] = {}
+        self._prices: dict[tuple[int, tuple[int, ...]], Price] = {}
         self._size = self._tree = usual
         self._most, self._block = pacing.MANY, FIRST_ROUNDS
         self._fresh = self._worked = 0.0
@@ -54,18 +56,23 @@ class Tempo:
         """Returns the sizes that a batch may have, ascending."""
         return self._tables[batch].sizes
 
-    def price(self, batch: int, sizes: Sequence[int]) -> Price:
+    def price(self, batch: int, sizes: tuple[int, ...]) -> Price:
         """Returns what rounds of a batch cost now.
 
         Args:
           batch: its rows.
           sizes: of which there are programs.
         """
-        table = self._tables[batch]
+        if (batch, sizes) not in self._prices:
+            self._prices[batch, sizes] = self._priced(self._tables[batch], sizes)
+        factor: Any = np.array(self.drift.of(self.ladder.sizes), np.float32)
+        return self._prices[batch, sizes]._replace(factor=factor)
+
+    def _priced(self, table: Table, sizes: tuple[int, ...]) -> Price:
         place = {size: i for i, size in enumerate(table.sizes) if size in sizes}
         rows = [[row[place[n]] if n in place else NEVER for n in self.ladder.sizes] for row in table.seconds]
         floats = lambda values: on_device(values, np.float32)
-        return Price(floats(table.contexts), floats(rows), floats(self.drift.of(self.ladder.sizes)))
+        return Price(floats(table.contexts), floats(rows), floats([1.0] * len(self.ladder.sizes)))
 
     def nodes(self, sizes: Sequence[int]) -> int:
         """Returns the nodes of the next block, one of the sizes that there are programs for."""

@@ -8,6 +8,7 @@ it, in arrays of their own, so that a block can be read while the next one runs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -215,6 +216,39 @@ def paced_block(
     following = choose(rung.ladder, walk.said, price, state.length, state.reason, mind.resting, order.worked)
     report = _report(decoder.capacity, decoder.depth, before, walk)
     return state, Mind(walk.said, following.resting), report._replace(next=following)
+
+
+def _packed(function: Callable) -> Callable:
+    """Returns the function with its report as one array: the host then waits for one, and not for twenty."""
+
+    @functools.wraps(function)
+    def run(*args):
+        *rest, report = function(*args)
+        bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32) if x.dtype == jnp.float32 else x.astype(jnp.int32)
+        return *rest, jnp.concatenate([bits(x).ravel() for x in jax.tree.leaves(report)])
+
+    return run
+
+
+packed_block, packed_paced_block = narrow(_packed(block)), narrow(_packed(paced_block))
+
+
+def report_shapes(decoder: Decoder, state: State, sizes: int = 0) -> Report:
+    """Returns the shapes of a block's report.
+
+    Args:
+      decoder: of the block.
+      state: the batch, or its shapes.
+      sizes: of the ladder; 0 where there is none.
+    """
+
+    def made(state):
+        walk = _Walk(jnp.int32(0), state, None, _undrawn(decoder, state))
+        report = _report(decoder.capacity, decoder.depth, state, walk)
+        said = Next(jnp.int32(0), jnp.int32(0), jnp.bool_(False), jnp.zeros(sizes, jnp.float32))
+        return report._replace(next=said) if sizes else report
+
+    return jax.eval_shape(made, state)
 
 
 class _Walk(NamedTuple):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from jetspec_jax import outcome
 from jetspec_jax.engine.geometry import used
 from jetspec_jax.engine.prefixes import Prefixes
-from jetspec_jax.engine.slots import Reading, Slots
+from jetspec_jax.engine.slots import Reading, Sent, Slots
 from jetspec_jax.loop.slots import ROUNDS, Report
 from jetspec_jax.loop.state import NONFINITE, RUNNING, TEXT
 from jetspec_jax.serve.job import Draft, Job, Update, settings
@@ -40,7 +40,7 @@ class Flight(NamedTuple):
     alone: whether the device has done nothing else since the block before.
     """
 
-    report: Report
+    report: Sent
     jobs: list[Job | None]
     nodes: int
     alone: bool
