@@ -13,17 +13,19 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from served import DEPTH, NODES, SIZES, TARGET
-from test_scheduler import ACTIONS, offline, run
+from test_scheduler import ACTIONS, family, offline, run
 
+from jetspec_jax import speculate
 from jetspec_jax.config import SamplingConfig
 from jetspec_jax.engine import compiles, costs, requests, tempo
 from jetspec_jax.engine.costs import Table
 from jetspec_jax.engine.rows import Row
+from jetspec_jax.engine.slots import Plan, Slots, Trees
 from jetspec_jax.engine.tempo import Tempo
 from jetspec_jax.fields import ConfigError
 from jetspec_jax.loop import pacing
 from jetspec_jax.loop.pacing import Ladder, Next
-from jetspec_jax.options import AUTO
+from jetspec_jax.options import AUTO, TreeConfig
 from jetspec_jax.serve.job import Job
 from jetspec_jax.serve.scheduler import Scheduler
 
@@ -102,6 +104,39 @@ def test_every_answer_is_the_offline_answer_whatever_the_rule(slots, actions, ke
 @given(ACTIONS, st.integers(0, 3), MOVES, PRUNE)
 def test_many_schedules_whatever_the_rule(slots, actions, kept, moves, prune):
     play(slots, actions, kept, moves, prune)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle3", "dspark", "dflash"])
+def test_every_family_is_served_whatever_the_size(name, monkeypatch, tmp_path):
+    """Answers and next turns on kept rows are those of plain decoding while sizes change."""
+    monkeypatch.setenv("JETSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(Table, "winning", lambda self, depth, least=1: self.sizes)
+    target, head = tiny.target("dense"), family(name)
+    trees = Trees(speculate.ladder_of(head, TreeConfig(depth=3), SIZES))
+    own = Slots(target, head, trees, Plan(256, (1, 2), NODES, (16,)), (frozenset({"temperature"}),))
+    own.prepare()
+    turn = itertools.cycle((1, 8, 8, 1, 1, 1, 1, 1, 4, 1, 8, 4, 4))
+    monkeypatch.setattr(Tempo, "nodes", lambda self, sizes: max(n for n in sizes if n <= next(turn)))
+    scheduler, before = Scheduler(own, 20, 3), compiles.count()
+
+    def ask(prompts, options) -> list:
+        told = [[] for _ in prompts]
+        for ids, option, updates in zip(prompts, options, told, strict=True):
+            scheduler.submit(Job(Row(ids, requests.resolve(target, option), AUTO), updates.append))
+        run(scheduler)
+        return [updates[-1].result for updates in told]
+
+    options = [SamplingConfig(30 + 9 * i, temperature=float(i % 2), seed=i, eos=()) for i in range(4)]
+    prompts = [[3 + i] * (1 + 5 * i) for i in range(4)]
+    first = ask(prompts, options)
+    later = [ids + result.token_ids + [1, 2] for ids, result in zip(prompts, first, strict=True)]
+    found = [*first, *ask(later, options)]
+    assert compiles.count() == before
+    wanted = speculate.generate(target, None, prompts + later, None, options * 2)
+    assert [result.token_ids for result in found] == [result.token_ids for result in wanted]
+    assert {size for result in found for size in result.tree_sizes} == set(SIZES)
+    assert max(result.acceptance_length for result in found) > 1
 
 
 def drafts(scheduler, slots, ids, option) -> list:
