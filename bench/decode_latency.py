@@ -9,9 +9,10 @@ after warm-up), at each of `--contexts` committed tokens of cache slots. Two flo
 of the time to it: `read` is the time to read the weights and the committed K/V once (a round: the lm_head twice) at the
 rate of a plain read in this very run, `product` the time to compute the products of all rows (weights, lm_head,
 scores and values over the committed K/V; a round's head included) at the rate of a large square product of the same
-dtype. Of a mixture as many experts are read as the rows can choose. `over` is the temporary memory of the loop beyond
-the tree's K/V and the larger of the target's and the draft's f32 logits, which are not alive together: the draft's end
-with the tree. Prints a table, then one JSON line.
+dtype. Of a mixture those experts are read that the rows of a step chose, counted layer by layer over `--counted` steps
+of this very state (`experts`, their mean; with `--counted 0` as many as the rows can choose). `over` is the temporary
+memory of the loop beyond the tree's K/V and the larger of the target's and the draft's f32 logits, which are not alive
+together: the draft's end with the tree. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import shapes
 import timing
+import touched
 
 from jetspec_jax import command
 from jetspec_jax.engine.programs import program
@@ -57,8 +59,16 @@ LINE = command.Line(
         ),
         shapes.DTYPE,
         command.BACKEND,
+        Option(
+            "scorer",
+            "text",
+            "Rank and SwiGLU width of a scorer beside the head; it is not in --parts.",
+            "0:0",
+            metavar="RANK:WIDTH",
+        ),
         Option("steps", "whole", "Steps of a long call.", 64, low=4),
         timing.REPEATS,
+        Option("counted", "whole", "Steps over which experts are counted.", 4, low=0),
         Option("parts", "flag", "Also time draft, tree and verification alone.", False),
         Option("anchor", "flag", "Also time transformers' generate on the same weights.", False),
         Option("profile", "text", "Write a profiler trace of a few steps of each.", metavar="DIR"),
@@ -71,9 +81,10 @@ def main(argv: Sequence[str]) -> int:
     """The command of the module's docstring; the exit status."""
     args = LINE.parse(argv)
     contexts = [sizes(text) for text in args.contexts]
+    scorer = scorer_sizes(args.scorer)
 
     limits = timing.machine(args.dtype)  # before the weights: its arrays need the room
-    pair = shapes.random_pair(args.shape, args.dtype, args.backend)
+    pair = shapes.random_pair(args.shape, args.dtype, args.backend, scorer)
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}"
     print(
         f"{args.shape}, random weights, batch {args.batch}, attention {pair.target.backend.name}; {device}",
@@ -83,7 +94,8 @@ def main(argv: Sequence[str]) -> int:
     weights = size(pair.params) / 2**30
     print(f"plain read {reads:.3f} TB/s, matrix product {products:.4g} TFLOP/s; weights {weights:.2f} GiB")
     floors = f"{'read ms':>8} {'ratio':>6} {'product ms':>11} {'ratio':>6}"
-    titles = f"{'ms':>8} {floors} {'compile s':>10} {'temp MiB':>9} {'over':>6}"
+    last = f"{'experts':>8}" if pair.target.config.moe and args.counted else ""
+    titles = f"{'ms':>8} {floors} {'compile s':>10} {'temp MiB':>9} {'over':>6} {last}"
     print(f"{'committed':>14} {'':>12} {titles}")
     rows = []
     for args.length, args.slots in contexts:
@@ -104,6 +116,14 @@ def sizes(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def scorer_sizes(text: str) -> tuple[int, int]:
+    """Rank and width of "RANK:WIDTH"."""
+    found = re.fullmatch("([0-9]{1,5}):([0-9]{1,5})", text)
+    if not found or (found[2] != "0" and found[1] == "0"):
+        raise command.UsageError(f"--scorer={shown(text)}: give RANK:WIDTH, e.g. 256:1024; 256:0 has no SwiGLU")
+    return int(found[1]), int(found[2])
+
+
 def measure(args: command.Args, pair: shapes.Pair, budget: int, limits: dict) -> dict:
     """Plain step (budget 1) or round."""
     if budget == 1:
@@ -118,9 +138,12 @@ def measure(args: command.Args, pair: shapes.Pair, budget: int, limits: dict) ->
         held[0] = compiled(params, shapes.at_length(held[0], args.length), jnp.int32(n))
         return held[0].length
 
+    counted = []
+    if args.counted and pair.target.config.moe:
+        counted = touched.by_layer(static, params, held[0], args.counted)
     step = timing.per_step(run, args.steps // 4, args.steps, args.repeats)
     kv = size((held[0].cache, held[0].draft.context if budget > 1 else ())) * args.length / args.slots
-    work = weight_bytes(pair, args.batch * budget, budget > 1) + kv
+    work = weight_bytes(pair, args.batch * budget, budget > 1, counted) + kv
     products = product_flop(pair, static, args.batch, args.length)
     read, product = work / limits["bytes_per_second"], products / limits["flops_per_second"]
     temp = compiled.memory_analysis().temp_size_in_bytes / 2**20
@@ -129,12 +152,13 @@ def measure(args: command.Args, pair: shapes.Pair, budget: int, limits: dict) ->
         "read_floor_ms": 1e3 * read, "read_ratio": step / read,
         "product_floor_ms": 1e3 * product, "product_ratio": step / product,
         "bytes": work, "flop": products, "compile_seconds": seconds,
-        "temp_mib": temp, "over_mib": temp - expected_mib(pair, args.batch, budget),
+        "temp_mib": temp, "over_mib": temp - expected_mib(pair, args.batch, budget), "experts_by_layer": counted,
     }  # fmt: skip
     name = "plain step" if budget == 1 else f"round {budget}"
     times = f"{row['ms']:8.3f} {1e3 * read:8.3f} {step / read:6.2f} {1e3 * product:11.3f} {step / product:6.2f}"
     at = f"{args.length} of {args.slots}"
-    print(f"{at:>14} {name:>12} {times} {seconds:10.1f} {temp:9.1f} {row['over_mib']:6.1f}", flush=True)
+    experts = f"{sum(counted) / len(counted):8.1f}" if counted else ""
+    print(f"{at:>14} {name:>12} {times} {seconds:10.1f} {temp:9.1f} {row['over_mib']:6.1f} {experts}", flush=True)
     if args.profile:
         with jax.profiler.trace(f"{args.profile}/{args.length}-{args.slots}/{budget}"):
             jax.block_until_ready(run(8))
@@ -202,15 +226,19 @@ def size(tree) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
-def weight_bytes(pair: shapes.Pair, rows: int, drafting: bool) -> int:
-    """Weights that a step of `rows` rows reads; drafting reads the head, and the target's lm_head once more."""
+def weight_bytes(pair: shapes.Pair, rows: int, drafting: bool, counted: Sequence[float] = ()) -> int:
+    """Weights that a step of `rows` rows reads; drafting reads the head, and the target's lm_head once more.
+
+    counted: experts that were read in each sparse layer; without them, as many as the rows can choose.
+    """
     params, moe = pair.params["target"], pair.target.config.moe
     table = params.get("lm_head", params["embedding"])
     read = size(params["layers"]) + params["norm"].nbytes + table.nbytes  # an untied embedding is only looked up
     if moe:
-        experts = sum(size([params["layers"][i][name] for name in ("gate_up", "down")]) for i in moe.sparse_layers)
-        touched = min(moe.num_experts, rows * moe.experts_per_token)
-        read -= experts - experts * touched // moe.num_experts
+        most = min(moe.num_experts, rows * moe.experts_per_token)
+        for i, found in zip(moe.sparse_layers, counted or [most] * len(moe.sparse_layers), strict=True):
+            experts = size([params["layers"][i][name] for name in ("gate_up", "down")])
+            read -= round(experts * (1 - found / moe.num_experts))
     return read + (size(pair.params["draft"]) + table.nbytes if drafting else 0)
 
 

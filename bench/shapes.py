@@ -7,18 +7,21 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jetspec_jax.backends.choose import resolve
 from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
 from jetspec_jax.drafts import block, block_files
 from jetspec_jax.drafts.block import HeadState
+from jetspec_jax.engine.programs import program
 from jetspec_jax.fields import Option
 from jetspec_jax.files import demo, text
+from jetspec_jax.files import mesh as on_mesh
 from jetspec_jax.files.checkpoint import numpy_dtype
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.processors import Sampling
 from jetspec_jax.loop.state import RUNNING, Request, State
-from jetspec_jax.models import qwen3
+from jetspec_jax.models import qwen3, sharding
 
 QWEN = {"norm_eps": 1e-6, "rope_theta": 1e6, "max_positions": 40960, "vocab_size": 151936, "head_dim": 128}
 
@@ -43,6 +46,7 @@ def _head(target: ModelConfig, layers: int, taps: tuple[int, ...], mask: int, **
 _8B = _qwen3(4096, 36, 32, 12288, False)
 _0_6B = _qwen3(1024, 28, 16, 3072, True)
 _30B = _qwen3(2048, 48, 32, 6144, False, num_kv_heads=4, moe=MoEConfig(128, 8, 768, True, tuple(range(48))))
+_32B = _qwen3(5120, 64, 64, 25600, False)
 _135M = ModelConfig(
     model_type="llama", vocab_size=49152, hidden_size=576, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64,
     intermediate_size=1536, norm_eps=1e-5, rope_theta=1e5, max_positions=8192, tie_embeddings=True, qk_norm=False,
@@ -54,6 +58,7 @@ PAIRS = {
     "qwen3-8b": (_8B, _head(_8B, 5, (1, 9, 17, 25, 33), 151669)),
     "qwen3-0.6b": (_0_6B, _head(_0_6B, 5, (1, 7, 13, 19, 25), 151669)),
     "qwen3-30b-a3b": (_30B, _head(_30B, 8, (1, 12, 23, 34, 45), 151669)),
+    "qwen3-32b": (_32B, _head(_32B, 5, (1, 16, 31, 46, 61), 151669)),
     "smollm2-135m": (_135M, block_files.config(text.read_json(demo.head_folder() / "config.json"), "demo head")),
     "tiny": (_TINY, _head(_TINY, 1, (0, 1), 511)),
     "tiny-moe": (_TINY_MOE, _head(_TINY_MOE, 1, (0, 1), 511)),
@@ -76,20 +81,39 @@ class Pair:
         return {"target": self.params["target"], "draft": None}
 
 
-def random_pair(name: str, dtype: str = "bfloat16", attention: str = "auto") -> Pair:
-    """A pair with every weight random."""
+def random_pair(
+    name: str,
+    dtype: str = "bfloat16",
+    attention: str = "auto",
+    scorer: tuple[int, int] = (0, 0),
+    mesh: Mesh | None = None,
+) -> Pair:
+    """A pair with every weight random; on a mesh as `load_target` and `load_head` would put it there.
+
+    scorer: rank and width of the one beside its head.
+    """
     config, head = PAIRS[name]
+    head = dataclasses.replace(head, scorer_rank=scorer[0], scorer_width=scorer[1])
     how = resolve(attention, dtype, config.head_dim)
+    how = how if mesh is None else on_mesh.backend(how, mesh, config)
     target, shapes = qwen3.build(config, numpy_dtype(dtype), how)
     draft, head_shapes = block.build(head, numpy_dtype(dtype), backend=how)
-    return Pair(target, draft, drawn({"target": shapes, "draft": head_shapes}))
+    shapes, lies = {"target": shapes, "draft": head_shapes}, None
+    if mesh is not None:
+        drafting = sharding.drafting(head_shapes, mesh, head)
+        lies = {"target": sharding.decoding(shapes["target"], mesh, config), "draft": drafting}
+    return Pair(target, draft, drawn(shapes, lies))
 
 
-def drawn(shapes):
-    """Arrays of these shapes, drawn on the device one at a time: normal with the gain of a trained network."""
+def drawn(shapes, lies=None):
+    """Arrays of these shapes, drawn where they lie, one at a time: normal with the gain of a trained network."""
     leaves, structure = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(0), len(leaves))
-    arrays = [_draw(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+    places = [None] * len(leaves) if lies is None else jax.tree.leaves(lies)
+    arrays = []
+    for key, x, where in zip(keys, leaves, places, strict=True):
+        draw = _draw if where is None else jax.jit(_draw, static_argnums=(1, 2), out_shardings=where)
+        arrays.append(draw(key, x.shape, x.dtype))
     return jax.block_until_ready(jax.tree.unflatten(structure, arrays))
 
 
@@ -107,12 +131,17 @@ def state_at(static: decoder.Decoder, params: dict, length: int, batch: int, bud
         tokens=jnp.ones((batch, 16), jnp.int32), prompt_length=row(16), limit=row(static.capacity), budget=row(budget),
         sampling=Sampling(None, row(0, jnp.uint32)), eos=jnp.full((batch, 8), -1, jnp.int32),
     )  # fmt: skip
-    state = jax.jit(functools.partial(decoder.prefill, static), donate_argnums=())(params, asked)
-    noise = jax.jit(lambda tree: jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape, x.dtype), tree))
-    state = state._replace(cache=noise(state.cache))
+    state = program(decoder.prefill, static, params, asked).run(params, asked)
+    state = state._replace(cache=_noise(state.cache))
     if isinstance(state.draft, HeadState):
-        state = state._replace(draft=state.draft._replace(context=noise(state.draft.context)))
+        state = state._replace(draft=state.draft._replace(context=_noise(state.draft.context)))
     return at_length(state, length)
+
+
+def _noise(tree):
+    """Random numbers that lie as the arrays of a tree do."""
+    draw = lambda tree: jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape, x.dtype), tree)
+    return jax.jit(draw, out_shardings=jax.tree.map(lambda x: x.sharding, tree))(tree)
 
 
 def at_length(state: State, length: int) -> State:

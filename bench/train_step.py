@@ -1,6 +1,7 @@
 """Time, memory and FLOP utilisation of a training step at the shape of a real target, with random weights.
 
     python bench/train_step.py
+    python bench/train_step.py --mesh data=2 --micro_batch 4                            two devices, the same rows each
     python bench/train_step.py --shape tiny --dtype float32 --sequence 64 --anchors 8      a smoke run for a CPU
 
 The step is the online one of `configs/qwen3_8b.py`: target forward, head forward and backward, chunked forward KL over
@@ -33,7 +34,7 @@ import timing
 
 from jetspec_jax import command
 from jetspec_jax.fields import Option
-from jetspec_jax.models import qwen3
+from jetspec_jax.models import qwen3, sharding
 from jetspec_jax.training import flops, losses, options, settings, step, teacher
 from jetspec_jax.training import recipe as recipes
 from jetspec_jax.training.data.batches import Batch
@@ -47,6 +48,7 @@ LINE = command.Line(
     [
         shapes.SHAPE,
         shapes.DTYPE,
+        command.MESH,
         Option("sequence", "whole", "Tokens of a sequence.", 3072, low=16),
         Option("anchors", "whole", "Blocks of a sequence.", 256, low=1),
         Option("micro_batch", "whole", "Sequences of a step.", 2, low=1),
@@ -74,12 +76,17 @@ def main(argv: Sequence[str]) -> int:
     config = settings.make(values, str(CONFIG))
     model, weights = qwen3.build(target, jnp.dtype(args.dtype))
     recipe = recipes.make(config, model, args.dtype, head, config.steps, attention)
-    params = shapes.drawn(weights)
+    mesh = sharding.mesh_of(args.mesh or "data=1")
+    params = shapes.drawn(weights, sharding.frozen(weights, mesh))
     batch = random_batch((1, args.micro_batch, args.sequence), target.vocab_size)
-    scale = jnp.ones(len(head.tap_layers) * head.hidden_size)
+    batch = jax.device_put(batch, sharding.split(mesh, 1))
+    scale = jax.device_put(jnp.ones(len(head.tap_layers) * head.hidden_size), sharding.repeated(mesh))
 
-    state = jax.jit(lambda target: step.init(recipe, target))(params)
-    update = jax.jit(step.update, static_argnums=0, donate_argnums=3)
+    first = lambda target: step.init(recipe, target)
+    lies = sharding.trained(jax.eval_shape(first, params), mesh)
+    state = jax.jit(first, out_shardings=lies)(params)
+    out = lies, sharding.repeated(mesh)
+    update = jax.jit(step.update, static_argnums=0, donate_argnums=3, out_shardings=out)
     compiled = update.lower(recipe, params, scale, state, batch).compile()
     temporary = compiled.memory_analysis().temp_size_in_bytes
     held = [state, None]
@@ -95,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     times = parts(args, recipe, params, scale, held.pop(0), batch) if args.parts else {}
     work = flops.parts(recipe, target, args.micro_batch, args.sequence, online=True)
-    total, rate = sum(work.values()), flops.matrix_rate(args.dtype)
+    total, rate = sum(work.values()), flops.matrix_rate(args.dtype) * mesh.size
     utilisation = total / time_step / rate
 
     print(f"{args.shape}, random weights, {args.micro_batch} x {args.sequence}, {args.anchors} anchors, attention "

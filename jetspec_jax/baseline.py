@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from jetspec_jax import speculate
-from jetspec_jax.engine import requests
+from jetspec_jax.engine import geometry, requests
 from jetspec_jax.engine.geometry import Geometry
 from jetspec_jax.engine.programs import program
-from jetspec_jax.layers.numerics import narrow, power
+from jetspec_jax.engine.spread import fetch
+from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.loop import processors
 from jetspec_jax.loop.choice import noise_rows
 from jetspec_jax.loop.decoder import DEFAULT_CHUNK, Decoder, prefill_recorded
@@ -112,7 +113,7 @@ def next_logits(target, rows: Sequence[Sequence[int]]) -> jax.Array:
     """Returns f32 logits [R, V] of the tokens after each of the rows, from one plain prefill."""
     option = SamplingConfig(0, eos=())
     capacity = -(-(max(map(len, rows)) + 1) // 1024) * 1024  # few programs
-    sizes = Geometry(power(len(rows)), capacity, 1, capacity - 1)
+    sizes = Geometry(geometry.rows(len(rows), geometry.groups(target.model)), capacity, 1, capacity - 1)
     request = requests.arrays([list(row) for row in rows], [option] * len(rows), [1] * len(rows), sizes)
     decoder, params = Decoder(target.model, PLAIN, capacity), {"target": target.params, "draft": None}
-    return program(prefill_recorded, decoder, params, request).run(params, request)[1][: len(rows)]
+    return jnp.asarray(fetch(program(prefill_recorded, decoder, params, request).run(params, request)[1]))[: len(rows)]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +24,7 @@ from typing import Any
 
 from jetspec_jax import outcome
 from jetspec_jax.fields import ConfigError, Option, shown, table
-from jetspec_jax.options import BACKENDS, DTYPES, SamplingConfig, TreeConfig
+from jetspec_jax.options import BACKENDS, DTYPES, SamplingConfig, TreeConfig, mesh_axes
 
 SAMPLING, TREE = table(SamplingConfig), table(TreeConfig)
 DTYPE = Option("dtype", "choice", "Dtype of the weights. Default: the file's.", choices=DTYPES)
@@ -33,6 +34,12 @@ BACKEND = Option(
     "auto: pallas for 16-bit weights on a Hopper GPU, else xla. pallas without a GPU runs in an interpreter: right, "
     "and slow.",
     "auto", choices=BACKENDS,
+)  # fmt: skip
+MESH = Option(
+    "mesh", "text",
+    "Devices that share the work (docs/devices.md), e.g. data=2,model=4: two groups of four, each with half of the "
+    "rows, its four sharing the weights; expert=N for experts apart. Default: one device.",
+    metavar="AXIS=N,...",
 )  # fmt: skip
 TARGET = Option("target", "text", "Target: a folder, a .gguf file or a hub id. Default: the demo target.")
 HEAD = Option("head", "text", "Draft head: a folder or a hub id. Default with the demo target: the demo head.")
@@ -98,6 +105,31 @@ def _make(args: Args, kind: type, options: dict[str, Option]) -> Any:
     values = {field: getattr(args, option.name) for field, option in options.items() if hasattr(args, option.name)}
     try:
         return kind(**values)
+    except ConfigError as error:
+        raise UsageError(f"--{error}") from None
+
+
+def writable(name: str, path: str | None) -> None:
+    """Notices a file that cannot be written before the work, and leaves nothing where nothing was.
+
+    Raises:
+      ConfigError: the line names the option, `name`.
+    """
+    if path is None:
+        return
+    new = not os.path.lexists(path)
+    try:
+        open(path, "ab").close()
+    except OSError as error:
+        raise ConfigError(f"{name}={shown(path)}: it cannot be written ({error.strerror}); name another") from None
+    if new:
+        os.unlink(path)
+
+
+def check_mesh(given: str | None) -> None:
+    """Raises UsageError where the words after --mesh cannot be read."""
+    try:
+        mesh_axes(given) if given is not None else None
     except ConfigError as error:
         raise UsageError(f"--{error}") from None
 

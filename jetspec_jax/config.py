@@ -142,6 +142,7 @@ class HeadConfig:
     """A JetSpec or DFlash draft head: a small stack without embedding and lm_head (both borrowed from the target).
 
     scorer_rank: of the scorer beside it (`drafts/scorer.py`), which no published file has; 0: there is none.
+    scorer_width: of the SwiGLU of its parents; 0: they are a product.
     """
 
     vocab_size: int
@@ -162,6 +163,7 @@ class HeadConfig:
     dtype: str | None = None
     rope_scaling: RopeScaling | None = None
     scorer_rank: int = 0
+    scorer_width: int = 0
 
     moe = None  # a head is dense; `models.layer.Layer` reads these two of any configuration
     qk_norm = True

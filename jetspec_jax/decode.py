@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jetspec_jax import command, methods, outcome
+from jetspec_jax import command, hosts, methods, outcome
 from jetspec_jax.command import SAMPLING, TREE, Option, UsageError
 from jetspec_jax.methods import METHODS
 from jetspec_jax.options import AUTO, ConfigError, SamplingConfig, TreeConfig, shown
@@ -62,6 +62,8 @@ LINE = command.Line(
         Option("stream", "flag", "Print text as it comes. Default: yes, unless --json, --batch or a trace."),
         command.DTYPE,
         command.BACKEND,
+        command.MESH,
+        *hosts.OPTIONS,
         Option(
             "xla_flags", "choice",
             "tested: add the XLA flags that were measured with the installed jaxlib (docs/performance.md); print: "
@@ -100,12 +102,13 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         raise UsageError(f"--{error}") from None
     _check(args)
+    hosts.join(args)
     if _talks(args):
         return _talk(args)
     tree, sampling = command.tree_of(args), command.sampling_of(args)
     rows = _rows(args)
-    for path in (args.trace, args.tree_svg):
-        _writable(path)
+    for name in ("trace", "tree_svg"):
+        command.writable(name, getattr(args, name))
     _writable_folder(args.profile)
     run = _load(args, tree, any("budget" in row.options for row in rows))
     _say(f"decoding on {_device()}; programs that are new to this machine are compiled first")
@@ -127,7 +130,8 @@ def _check(args: command.Args) -> None:
     if _talks(args):
         refuse(args.budget == AUTO, "--chat without a prompt talks with trees of one size; give --budget a number")
         for name in (
-            *DRAWN, "json", "compare", "profile", "batch", "prefill_chunk", "stream", "logprobs", "budget_rule", "prune"
+            *DRAWN, "json", "compare", "profile", "batch", "prefill_chunk", "stream", "logprobs", "budget_rule",
+            "prune", "mesh", "coordinator",
         ):  # fmt: skip
             refuse(name in args.given, f"--chat without a prompt talks, and --{name} is not for that; leave it out")
         prompts = ["chat"]
@@ -151,6 +155,14 @@ def _check(args: command.Args) -> None:
     ids = args.prompt_ids is not None
     said = lambda name: f"--{name}" if getattr(args, name) else f"--no{name}"
     refuse(ids and args.chat is not None, f"{said('chat')} with --prompt_ids: ids are taken as they are; leave it out")
+    command.check_mesh(args.mesh)
+    hosts.check(args)
+    refuse(args.coordinator and not args.mesh, "--coordinator without --mesh: say how the devices share the work")
+    several = args.coordinator is not None
+    refuse(several and args.budget == AUTO, "--budget auto with --coordinator: hosts differ in time; give a number")
+    refuse(
+        several and recorded, f"--{recorded} with --coordinator: one process draws and stores; leave one of them out"
+    )
     unused = "--nochat" if args.chat is False else "--prompt_ids"
     asked = args.thinking is not None and (ids or args.chat is False)
     refuse(asked, f"{said('thinking')} with {unused}: no chat template is used; leave it out")
@@ -210,7 +222,7 @@ def _load(args: command.Args, tree: TreeConfig, asked: bool) -> Run:
 
     path = args.target or demo.fetch_target()
     _say(outcome.cut(f"loading {args.target or 'the demo target'}"))
-    target = load.load_target(path, args.dtype, args.backend)
+    target = load.load_target(path, args.dtype, args.backend, mesh=args.mesh)
     if args.method and not METHODS[args.method].head:
         drafter = METHODS[args.method].drafter
         return Run(args, target, load.load_drafter(drafter, target) if drafter else None, tree, args.method)
@@ -358,17 +370,8 @@ def _summary(result, plain, report) -> None:
         _say(f"plain text: {plain.text}")
 
 
-def _writable(path: str | None) -> None:
-    """Notices a file that cannot be written before the work, and leaves nothing where nothing was."""
-    if path is not None:
-        new = not os.path.lexists(path)
-        open(path, "ab").close()
-        if new:
-            os.unlink(path)
-
-
 def _writable_folder(path: str | None) -> None:
-    """The same for a folder that is made later."""
+    """Notices a folder that cannot be made before the work."""
     if path is not None:
         place = next(p for p in (pathlib.Path(path), *pathlib.Path(path).absolute().parents) if p.exists())
         if not place.is_dir() or not os.access(place, os.W_OK):

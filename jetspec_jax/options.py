@@ -20,9 +20,28 @@ AUTO = "auto"  # a budget that follows what rounds cost and bring
 BUDGET_RULES = ("best", "caddtree", "cast")
 DTYPES = ("float32", "bfloat16", "float16")  # that weights may have
 BACKENDS = ("auto", "xla", "cudnn", "pallas")  # that may compute a layer
+AXES = ("data", "model", "expert")  # of a mesh of devices: rows of a batch, parts of a layer, experts
 MIN_TEMPERATURE = 1e-4  # anything colder is greedy
 MAX_BUDGET = 1024  # a tree's mask and search grow with its square
 SHARPNESS = 0.85  # by measurement on the demo pair (docs/measurements.md), together with loop.choice.NOISE_SHARE
+
+
+def mesh_axes(given: str) -> dict[str, int]:
+    """Returns the sizes of a mesh's axes, out of "data=2,model=4"; `data` and `model` are 1 where they are not named.
+
+    Raises:
+      ConfigError: it cannot be read, or an axis is unknown or named twice.
+    """
+    found: dict[str, int] = {}
+    for word in given.split(",") if isinstance(given, str) else [""]:
+        name, _, size = (part.strip() for part in word.partition("="))
+        if name not in AXES or name in found or not (size.isdecimal() and 1 <= len(size) < 8 and int(size)):
+            known = ", ".join(f"{axis}=N" for axis in AXES)
+            raise ConfigError(
+                f"mesh={shown(given)}: {shown(word)} is none of {known}, each at most once; give e.g. data=2,model=4"
+            )
+        found[name] = int(size)
+    return {axis: found.get(axis, 1) for axis in AXES if axis in found or axis != "expert"}
 
 
 def _check_table(config) -> None:

@@ -29,6 +29,7 @@ LONGEST = 500  # characters of a line
 FULL = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _listeners: list[_Listener] = []
+_errors: tuple[Any, str] | None = None  # where to, and a label, where stderr is no longer this process's own
 
 
 class Terminated(BaseException):
@@ -146,9 +147,16 @@ def cut(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[5 - LONGEST // 2 :]}"
 
 
+def name_errors(output: Any, label: str) -> None:
+    """Says errors there from now on, with a label: what else is printed is another process's to say."""
+    global _errors
+    _errors = output, f" ({label})"
+
+
 def _say(name: str, text: str, status: int) -> int:
+    output, label = _errors or (sys.stderr, "")
     with contextlib.suppress(OSError, ValueError):
-        print(f"{name}: {text}", file=sys.stderr, flush=True)
+        print(f"{name}{label}: {text}", file=output, flush=True)
     return status
 
 

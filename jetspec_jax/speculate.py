@@ -25,6 +25,7 @@ from jetspec_jax.engine.pacing import Pacer
 from jetspec_jax.engine.requests import check
 from jetspec_jax.engine.rows import Result, Row
 from jetspec_jax.files import inputs, pair
+from jetspec_jax.files import mesh as on_mesh
 from jetspec_jax.files.inputs import Prompt, prompt_ids
 from jetspec_jax.files.pair import LoadedHead, LoadedTarget
 from jetspec_jax.loop.contracts import Pausing
@@ -61,18 +62,18 @@ class Piece(NamedTuple):
 def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
     target: LoadedTarget, head: LoadedHead | None, prompts: str | Sequence[int], tree: TreeConfig | None = None,
     sampling: SamplingConfig | None = None, chat: bool | None = None, *, thinking: bool | None = None,
-    prefill_chunk: int | None = None,
+    prefill_chunk: int | None = None, mesh: Any = None,
 ) -> Result: ...  # fmt: skip
 @overload
 def generate(
     target: LoadedTarget, head: LoadedHead | None, prompts: Sequence[Prompt], tree: TreeConfig | None = None,
     sampling: SamplingConfig | Sequence[SamplingConfig] | None = None, chat: bool | None = None, *,
-    thinking: bool | None = None, prefill_chunk: int | None = None,
+    thinking: bool | None = None, prefill_chunk: int | None = None, mesh: Any = None,
 ) -> list[Result]: ...  # fmt: skip
 def generate(  # noqa: PLR0913  # the options of a call
     target: LoadedTarget, head: LoadedHead | None, prompts: Any, tree: TreeConfig | None = None,
     sampling: SamplingConfig | Sequence[SamplingConfig] | None = None, chat: bool | None = None, *,
-    thinking: bool | None = None, prefill_chunk: int | None = None,
+    thinking: bool | None = None, prefill_chunk: int | None = None, mesh: Any = None,
 ):  # fmt: skip
     """Decodes one prompt or a batch of unequal ones to the end.
 
@@ -87,6 +88,8 @@ def generate(  # noqa: PLR0913  # the options of a call
       thinking: whether a chat template that knows the switch leaves room for thinking; None is what the head was
         trained with, else off.
       prefill_chunk: prompt tokens read at a time; memory grows with it and not with the prompt. None is 512.
+      mesh: devices to decode on, as of `load_target`, which reads weights right there; here they are moved, in every
+        call. None is where the target lies.
 
     Returns:
       A `Result`, or a list of them. A row of a batch whose logits are not finite has `error` in its result, and its
@@ -97,7 +100,9 @@ def generate(  # noqa: PLR0913  # the options of a call
       DecodeError: the target's logits are finite in no row.
     """
     listed, single = inputs.listed(prompts)
-    engine = start(target, head, listed, tree, sampling, chat, thinking=thinking, prefill_chunk=prefill_chunk)
+    engine = start(
+        target, head, listed, tree, sampling, chat, thinking=thinking, prefill_chunk=prefill_chunk, mesh=mesh
+    )
     results = engine.finish()
     if all(result.error for result in results):
         raise DecodeError(results[0].error)
@@ -107,7 +112,7 @@ def generate(  # noqa: PLR0913  # the options of a call
 def stream(  # noqa: PLR0913  # the options of a call
     target: LoadedTarget, head: LoadedHead | None, prompt: Any, tree: TreeConfig | None = None,
     sampling: SamplingConfig | None = None, chat: bool | None = None, *, thinking: bool | None = None,
-    prefill_chunk: int | None = None,
+    prefill_chunk: int | None = None, mesh: Any = None,
 ) -> Iterator[Piece]:  # fmt: skip
     """Yields text as it comes; the pieces join to the text of `generate`. Never half a character.
 
@@ -117,8 +122,9 @@ def stream(  # noqa: PLR0913  # the options of a call
     if not single:
         raise ConfigError(f"prompt: a list of {len(listed)} prompts; a stream decodes one, `generate` takes lists")
     engine = start(
-        target, head, listed, tree, sampling, chat, watch=True, thinking=thinking, prefill_chunk=prefill_chunk
-    )
+        target, head, listed, tree, sampling, chat, watch=True, thinking=thinking, prefill_chunk=prefill_chunk,
+        mesh=mesh,
+    )  # fmt: skip
     for piece in pieces(engine):
         if piece.result and piece.result.error:
             raise DecodeError(piece.result.error)
@@ -150,12 +156,13 @@ def sound(results: Sequence[Result]) -> Sequence[Result]:
 
 def start(  # noqa: PLR0913  # the options of a call
     target: Any, head: Any, prompts: Any, tree: Any = None, sampling: Any = None, chat: bool | None = None, *,
-    watch: bool = False, thinking: bool | None = None, prefill_chunk: Any = None, room: int = 0,
+    watch: bool = False, thinking: bool | None = None, prefill_chunk: Any = None, room: int = 0, mesh: Any = None,
 ) -> Engine:  # fmt: skip
     """Checks everything, prefills, and returns the engine with all prompts admitted.
 
     Args:
-      target, head, prompts, tree, sampling, chat, thinking, prefill_chunk: as of `generate`; of any type, checked here.
+      target, head, prompts, tree, sampling, chat, thinking, prefill_chunk, mesh: as of `generate`; of any type, checked
+        here.
       watch: whether the text of every row is kept up to date, as streaming needs it.
       room: tokens of the longest prompt of several calls, where one program is to serve them all; 0 is no other call.
     """
@@ -167,6 +174,8 @@ def start(  # noqa: PLR0913  # the options of a call
     if not isinstance(tree, TreeConfig | None):
         raise ConfigError(f"tree={fields.shown(tree)}: give a TreeConfig, or None")
     options, chunk = _options(sampling, len(prompts)), _chunk(prefill_chunk)
+    target = target if mesh is None else on_mesh.target_on(target, mesh)
+    head = head if head is None else on_mesh.head_on(head, target)
     if head is not None:
         pair.fits(target, head)
     fields.switch("chat", chat)
@@ -190,7 +199,7 @@ def start(  # noqa: PLR0913  # the options of a call
         nodes = geometry.budget_nodes([1 if budget == AUTO else int(budget) for budget in budgets])
         drafts = {nodes: draft_of(head, tree, nodes)}
     draft = drafts[max(drafts)]
-    sizes = Geometry.fit(ids, options, draft, chunk)
+    sizes = Geometry.fit(ids, options, draft, chunk, geometry.groups(target.model))
     if room:
         wider = Geometry.fit([*ids, [0] * room], [*options, options[0]], draft, chunk)
         sizes = dataclasses.replace(wider, batch=sizes.batch)
@@ -222,6 +231,8 @@ def paces(head) -> bool:
 def check_budgets(head, tree: TreeConfig, budgets: Sequence[int | str]) -> None:
     """Raises ConfigError where budgets, their rule and pruning cannot be had of a drafter, or mean nothing."""
     auto = AUTO in budgets
+    if auto and jax.process_count() > 1:
+        raise ConfigError("budget=auto: several processes measure different times; give a number")
     if tree.rule != TreeConfig.rule and not auto:
         raise ConfigError(f"budget_rule={tree.rule}: budgets are numbers, so nothing is chosen; give budget=auto")
     for name, asked in (("budget=auto", auto), (f"prune={tree.prune:g}", tree.prune > 0)):

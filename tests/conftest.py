@@ -29,7 +29,7 @@ LONGEST = (
     "decode_cli", "lossless", "auto", "dspark", "doctor", "audit", "eagle3", "sampling", "gpu_kernels", "scheduler",
     "options", "compare", "serve", "training_dspark", "training_step", "examples", "training_loop", "training_keys",
     "engine", "tree", "training_eagle3", "training_scorer",
-    "calibrate", "training_mesh", "prefill", "wide", "scheduler", "serve",
+    "calibrate", "mesh", "lowering", "training_mesh", "prefill", "wide",
 )  # fmt: skip
 
 

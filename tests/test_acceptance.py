@@ -37,6 +37,10 @@ def test_rounds_are_pooled_over_prompts(pair):
     assert acceptance.differing(target, PROMPTS, got["token_ids"], sampling, batch=4)["equal"] == 4
 
 
+def test_prompts_as_long_as_may_be_are_in():
+    assert acceptance.short([[1, 2, 3], [1, 2, 3, 4], [1], [2]], 2, 3) == [[1, 2, 3], [1]]
+
+
 def test_every_figure_of_known_rounds():
     """FC-49: rounds that accept 0, 2 and 5 of 5 drafts. FC-50: rounds are pooled, each prompt's length is given too."""
     base = speculate.generate(tiny.target("dense"), None, [1], None, SamplingConfig(1))

@@ -42,13 +42,13 @@ def device(monkeypatch):
 @pytest.mark.parametrize(
     "where,choice,dtype,head_dim,wanted",
     [
-        (H200, "auto", HALF, 128, Hopper()),
+        (H200, "auto", HALF, 128, Hopper(experts=False)),
         (H200, "auto", F32, 128, PLAIN_XLA),
         (H200, "auto", HALF, 80, PLAIN_XLA),
         (H200, "xla", HALF, 128, PLAIN_XLA),
         (H200, "cudnn", HALF, 80, CuDNN()),
         (H200, "pallas", F32, 64, Hopper()),
-        (("gpu", "NVIDIA B200", "10.0"), "auto", HALF, 128, Hopper()),
+        (("gpu", "NVIDIA B200", "10.0"), "auto", HALF, 128, Hopper(experts=False)),
         (("gpu", "NVIDIA L4", "8.9"), "auto", HALF, 128, PLAIN_XLA),
         (("gpu", "AMD Instinct MI300X", "9.4"), "auto", HALF, 128, PLAIN_XLA),
         (("cpu",), "auto", HALF, 128, PLAIN_XLA),
@@ -64,9 +64,12 @@ def test_resolve(device, where, choice, dtype, head_dim, wanted):
 
 
 def test_backends_of_different_devices_differ():
-    """They are keys of programs. A TPU has a kernel for attention and for nothing else."""
+    """They are keys of programs. A TPU has kernels for attention and experts alone."""
     assert len({XLA(), PLAIN_XLA, CuDNN(), Hopper(), TPU()}) == 4
-    assert {name for name in vars(TPU) if callable(getattr(XLA, name, None)) and name[0] != "_"} == {"attend"}
+    assert {name for name in vars(TPU) if callable(getattr(XLA, name, None)) and name[0] != "_"} == {
+        "attend",
+        "mixture",
+    }
 
 
 @pytest.mark.parametrize(

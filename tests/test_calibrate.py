@@ -1,6 +1,7 @@
 """Calibration: the fit on made-up rounds, what is measured in real ones, and its way into a head and its tree."""
 
 import dataclasses
+import errno
 import json
 import pathlib
 
@@ -13,7 +14,7 @@ import tiny
 
 from jetspec_jax import speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
-from jetspec_jax.drafts import block
+from jetspec_jax.drafts import block, scorer
 from jetspec_jax.evals import calibrate, trace
 from jetspec_jax.evals.calibrate import GRID, NEUTRAL, Rounds
 from jetspec_jax.files import checkpoint, load, pair
@@ -91,6 +92,22 @@ def test_block_heads_are_measured_in_the_rounds_of_a_chain():
                 assert trust[d, place] == pytest.approx(share, rel=1e-4)
 
 
+def test_rows_that_end_early_are_measured_up_to_their_end():
+    """Each says in a batch what it says alone; one whose first token ends it says nothing, and is not counted."""
+    target, head, prompts = tiny.target("dense"), tiny.head(True), [PROMPT, [7, 8]]
+    long, short = speculate.generate(target, None, prompts, None, SamplingConfig(12))
+    at = next(i for i, token in enumerate(short.token_ids) if i > 1 and token not in long.token_ids)
+    ending = dataclasses.replace(target, eos=(short.token_ids[at],))
+    together = calibrate.measure(ending, head, prompts, 12, 2)
+    for one, prompt in zip(together, prompts, strict=True):
+        (alone,) = calibrate.measure(ending, head, [prompt], 12, 1)
+        assert one.accepted.tolist() == alone.accepted.tolist()
+        np.testing.assert_allclose(one.trust, alone.trust, rtol=1e-4)
+    assert len(together[1].accepted) < len(together[0].accepted)
+    first = dataclasses.replace(target, eos=(short.token_ids[0],))
+    assert calibrate.measure(first, head, prompts[1:], 12, 1) == []
+
+
 @pytest.mark.slow  # that of blocks is in the default run
 def test_dspark_heads_are_measured_by_their_confidence():
     target, head = tiny.target("dense"), tiny.dspark()
@@ -140,6 +157,55 @@ def test_a_block_ranks_by_what_is_left_after_the_division():
     for field in ("tokens", "parents", "depths", "size"):
         np.testing.assert_array_equal(getattr(tree, field), getattr(wanted, field))
     assert (tree.tokens != plain.tokens).any() and draft.calibrated(temperature).calibrated(()) == draft
+
+
+def test_a_calibration_that_cannot_be_written_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    (tmp_path / "jetspec.json").write_text('{"thinking": false}')
+    (tmp_path / "jetspec.json").chmod(0o640)
+
+    def full(self, *_, **__):
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")  # as writing raises it: without a name
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left") as error:
+        patch.setattr(pathlib.Path, "write_text", full)
+        calibrate.write(tmp_path, {"version": 1})
+    assert error.value.filename == str(tmp_path / "jetspec.json")
+    assert [p.name for p in tmp_path.iterdir()] == ["jetspec.json"]
+    assert json.loads((tmp_path / "jetspec.json").read_text()) == {"thinking": False}
+    calibrate.write(tmp_path, {"version": 1})
+    assert json.loads((tmp_path / "jetspec.json").read_text()) == {"thinking": False, "calibration": {"version": 1}}
+    assert (tmp_path / "jetspec.json").stat().st_mode & 0o777 == 0o640
+
+
+def test_what_a_scorer_adds_is_divided_too():
+    config, temperature = tiny.head_config(False, scorer_rank=4), (0.5, 3.0, 1.0, 2.0)
+    draft, shapes = block.build(config, jnp.float32)
+    params = tiny.random_like(shapes, 1)
+    length = jnp.array([5, 5])
+    past = Past(jnp.tile(jnp.array(PROMPT), (2, 1)), length, length, jnp.full((2, 1), -1))
+    choice = choose(Sampling(None, jnp.zeros(2, jnp.uint32)), past, length < 0, 4, tiny.VOCAB)
+    table = jnp.asarray(np.random.default_rng(3).standard_normal((tiny.VOCAB, 16)), jnp.float32)
+    ends = Ends(lambda tokens: table[tokens], lambda hidden: hidden @ table.T)
+    draft = draft.shaped(trees.Rule(32), 4)
+
+    @jax.jit
+    def run(params):
+        state = draft.init(params, 2, 16)
+        tree = draft.calibrated(temperature).propose(params, state, choice, length + 30, ends)[0]
+        hidden, _ = draft.hidden(params, state, choice.anchor, length, ends)
+        over = jnp.array(temperature)[:, None]
+
+        def wanted(share):
+            adds = lambda found: scorer.bias(params["scorer"], hidden, ends.embed(found.token)) / share
+            return trees.build(draft.rule, ends.logits(hidden) / over, choice.anchor, length + 30, adds=adds)
+
+        return tree, wanted(over[..., None]), wanted(1.0)
+
+    tree, wanted, other = run(params)
+    for field in ("tokens", "parents", "depths", "size"):
+        np.testing.assert_array_equal(getattr(tree, field), getattr(wanted, field))
+    assert (wanted.tokens != other.tokens).any()
 
 
 @pytest.mark.slow  # its parts are tested above

@@ -5,9 +5,9 @@ import xml.etree.ElementTree as ET
 from fractions import Fraction
 
 import pytest
+from compared import BASE, of, tree
 from hypothesis import given
 from hypothesis import strategies as st
-from test_compare import BASE, of, tree
 
 from jetspec_jax.evals import ceiling
 from jetspec_jax.evals.drafters import Cell
@@ -90,6 +90,16 @@ def test_predicted_stands_beside_measured():
     measured = 1 / (3.0 / 4)
     wanted = f"2 | 0.667 | 0.500 | one pass | 1.50 | {told:.2f} | {measured:.2f} | {measured / told:.2f} |"
     assert line == f"| a | 0 | jetspec chain 3 | {wanted}"
+
+
+def test_a_fit_for_each_set_or_one_for_all():
+    """Set a keeps 1 of 2 guesses and set b both of 2: 1 of 2 tries and 2 of 2 are right, 3 of 4 together."""
+    cell = Cell("jetspec", "jetspec", "chain", 3)
+    chain = lambda name, kept: tree(kept, 2.0, set=name, depth=2, shape="chain", nodes=3)
+    rows = [BASE, BASE.__class__(**vars(BASE) | {"set": "b"}), chain("a", [1]), chain("b", [2])]
+    found = of(*rows, sets={"a": [1, ""], "b": [1, ""]}, cells=[list(BASE.cell), list(cell)])
+    assert [(one.groups[0].set, one.a) for one in ceiling.fits(found)] == [("a", 0.5), ("b", 1.0)]
+    assert [(one.groups[0].set, one.a) for one in ceiling.fits(found, pooled=True)] == [("all sets", 0.75)]
 
 
 def test_the_command(capsys, tmp_path):

@@ -307,6 +307,31 @@ def test_reference_files_survive_import_and_export(tmp_path, kind):
         assert theirs[name].tobytes() == ours[name].tobytes()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_part_of_a_parameter_is_that_part_of_the_whole(kind):
+    """What a device reads of its own; no row is read that has nothing to do with the part."""
+    folder = checkpoint.Folder(REFERENCE / kind)
+    fusions = published_names.of_target(load.load_target(REFERENCE / kind).config)
+    draw, seen = np.random.default_rng(0), []
+
+    def read(name, index):
+        seen.append(folder.part(name, index))
+        return seen[-1]
+
+    for fusion in jax.tree.leaves(fusions, is_leaf=lambda x: isinstance(x, published_names.Fusion)):
+        whole = fusion.join(folder.read)
+        for _ in range(8):
+            low = [int(draw.integers(0, n)) for n in whole.shape]
+            cut = tuple(slice(a, int(draw.integers(a, n)) + 1) for a, n in zip(low, whole.shape, strict=True))
+            np.testing.assert_array_equal(fusion.part(read, cut), whole[cut])
+        # A device's part is split along one axis, which is none within a head: then what is read is the part.
+        for axis, size in enumerate(whole.shape):
+            cut = tuple(slice(size // 2, size) if i == axis else slice(0, n) for i, n in enumerate(whole.shape))
+            seen.clear()
+            part = fusion.part(read, cut)
+            assert sum(x.size for x in seen) == part.size or (len(fusion.shapes) == 3 and axis >= 2)
+
+
 class TestSave:
     def save(self, folder, seed):
         params = tiny.random_params(block.build(HEAD, np.float32)[1], seed=seed)

@@ -144,7 +144,7 @@ def test_a_long_path_hides_no_reason(option, words, capsys):
         del given["--prompt_ids"]
     assert decode.main([word for pair in given.items() for word in pair]) == 1
     lines = capsys.readouterr().err.splitlines()
-    assert max(map(len, lines)) < 600 and words in lines[-1] and " ... " in lines[-1]
+    assert max(map(len, lines)) < 600 and words in lines[-1] and "..." in lines[-1]
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,26 @@
-"""The comparison of drafters: its requests, its file, its figures by hand, its tables, and how it ends."""
+"""The comparison of drafters: its requests, its file, the tables of both, and how it ends."""
 
 import dataclasses
 import json
 import os
 import pathlib
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
 import xml.etree.ElementTree as ET
 
 import pytest
+from compared import BASE, SETTINGS
 
-from jetspec_jax import speculate
+from jetspec_jax import baseline, speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
-from jetspec_jax.evals import ceiling, chart, compare, drafters, ledger, summary, tables
+from jetspec_jax.evals import ceiling, compare, drafters, ledger, summary, tables
 from jetspec_jax.evals.drafters import Cell
-from jetspec_jax.files import load
+from jetspec_jax.files import load, scorer_file
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAIR = ROOT / "tests" / "fixtures" / "peer_parity" / "dense_trained"
@@ -60,6 +63,68 @@ def test_times_of_repeats_are_their_medians():
     where = 1, ledger.Key("some", 0, 0.0, drafters.NO_DRAFT.cell)
     made = compare._request(target, False, where, asked, runs, None, None)
     assert (made.prefill, made.decode, made.verdict) == (2.0, 5.0, "plain")
+
+
+def test_the_first_prompts_that_are_short_enough_are_read(tmp_path):
+    """A prompt as long as may be is in; of the two that are left out one is too long, and one is beyond the limit."""
+    prompts(tmp_path)
+    target = load.load_target(PAIR / "target")
+    args = types.SimpleNamespace(prompts=[str(tmp_path / "some.jsonl")], max_prompt_tokens=3, limit=2)
+    (found,) = compare.read(target, args, None)
+    assert [(p.place, p.id, p.ids) for p in found.prompts] == [(0, "some/0", PROMPTS[0]), (1, "some/1", PROMPTS[1])]
+    assert (found.name, found.room) == ("some", 3)
+
+
+def test_gold_answers_come_with_their_prompts_and_tell_files_apart(tmp_path):
+    prompts(tmp_path)
+    target, gold = load.load_target(PAIR / "target"), tmp_path / "some.gold.jsonl"
+    args = types.SimpleNamespace(prompts=[str(tmp_path / "some.jsonl")], max_prompt_tokens=9, limit=9)
+    (bare,) = compare.read(target, args, None)
+    found = []
+    for answer in ("1", "2"):
+        gold.write_text(json.dumps({"id": "some/1", "kind": "number", "answer": answer}) + "\n")
+        (read,) = compare.read(target, args, None)
+        assert [p.gold for p in read.prompts] == [None, {"kind": "number", "answer": answer}, None, None]
+        found.append(read.digest)
+    assert len({bare.digest, *found}) == 3
+
+
+def test_heads_are_told_apart_by_the_scorer_beside_them(tmp_path):
+    shutil.copytree(PAIR / "head", tmp_path / "head")
+    head = types.SimpleNamespace(source=str(tmp_path / "head"), draft=types.SimpleNamespace())
+    alone = compare._fingerprint(head)
+    shutil.copytree(PAIR / "head", tmp_path / "head" / scorer_file.FOLDER)  # any weights
+    assert compare._fingerprint(head) != alone
+
+
+@pytest.mark.parametrize(
+    "margin, std, verdict",
+    [(5e-5, 1.0, "tie"), (2e-4, 1.0, "differs"), (5e-5, 0.1, "differs"), (-1e-6, 1.0, "differs")],
+)
+def test_a_tie_is_a_margin_that_rounding_explains(monkeypatch, margin, std, verdict):
+    """In standard deviations of the logits; below zero the other token had the larger logit: no tie."""
+    monkeypatch.setattr(baseline, "first_difference", lambda *_: baseline.Difference(3, 1, 2, margin, std))
+    found = compare.judged(None, [1], [1], [2], SamplingConfig(4))
+    assert found == {"verdict": verdict, "parted_at": 3, "margin": pytest.approx(margin / std)}
+
+
+def test_rounds_of_auto_are_not_recorded(tmp_path, monkeypatch):
+    """Their sizes follow the clock, so that a second decode would tell of other rounds."""
+    result = speculate.generate(load.load_target(PAIR / "target"), None, [PROMPTS[0]], None, SamplingConfig(2))[0]
+    monkeypatch.setattr(compare, "decode", lambda *_: result)
+    monkeypatch.setattr(compare.lost, "split", lambda *_: {"nothing": 1})
+    monkeypatch.setattr(compare, "judged", lambda *_: {"verdict": "equal", "parted_at": None, "margin": None})
+    cell = lambda shape: Cell("jetspec", "jetspec", shape, 8)
+    entries = [
+        drafters.NO_DRAFT, drafters.Entry(cell("auto"), None, TreeConfig("auto")),
+        drafters.Entry(cell("tree"), None, TreeConfig(8)),
+    ]  # fmt: skip
+    sampling, prompt = SamplingConfig(2), compare.Prompt(0, "a", PROMPTS[0], None)
+    part = compare.Set("some", [prompt], "")
+    task = compare.Task(None, entries, [part], [sampling], 1, True, False)
+    with ledger.opened(tmp_path / "x.jsonl", SETTINGS) as book:
+        compare._prompt(task, book, entries, part, prompt, sampling)
+    assert [r.lost for r in book.requests] == [None, None, {"nothing": 1}]
 
 
 def test_one_program_serves_all_prompts_of_a_set():
@@ -134,7 +199,7 @@ class TestOverview:
         one, two = part(done, tmp_path, "a.jsonl", ["jetspec"]), part(done, tmp_path, "b.jsonl", ["ngram"])
         whole = summary.of(ledger.read(done / "run.jsonl"))
         found = summary.joined([summary.of(ledger.read(path)) for path in (one, two)])
-        assert found.groups == whole.groups and found.totals == whole.totals
+        assert found.groups == whole.groups and found.totals == whole.totals and found.lengths == whole.lengths
         assert compare.main(["--table", str(one), str(two), "--overview", "--svg", str(tmp_path / "x.svg")]) == 0
         text = capsys.readouterr().out
         assert text.count("### ") == 3 and text.count("| plain decoding |") == 1
@@ -156,17 +221,20 @@ class TestOverview:
             ("dtype", "bfloat16"),
             ("limit", 3),
             ("jax", "0"),
-            ("sets", {"x": [4, ""]}),
-            ("sampling", {"max_new_tokens": 9, "temperature": [0.0]}),
+            ("sets.x", [4, ""]),
+            ("sampling.max_new_tokens", 9),
         ],
     )
     def test_files_of_different_runs_are_not_joined(self, done, tmp_path, capsys, name, value):
+        key, _, inside = name.partition(".")
+        said = ledger.read(done / "run.jsonl").settings[key]
         paths = (
             part(done, tmp_path, "a.jsonl", ["jetspec"]),
-            part(done, tmp_path, "b.jsonl", ["ngram"], **{name: value}),
+            part(done, tmp_path, "b.jsonl", ["ngram"], **{key: said | {inside: value} if inside else value}),
         )
         assert compare.main(["--table", *map(str, paths), "--overview"]) == 1
-        assert f"files of different {name}" in capsys.readouterr().err
+        was = said.get(inside) if inside else said
+        assert f"files of different {name}, {was!r} and {value!r}; give" in capsys.readouterr().err
 
     def test_a_cell_of_two_files_is_named(self, done, tmp_path, capsys):
         path = part(done, tmp_path, "a.jsonl", ["jetspec"])
@@ -196,23 +264,26 @@ class TestGoingOn:
         assert compare.main(words(tmp_path)) == 0 and path.read_bytes() == before
 
     @pytest.mark.parametrize(
-        "more, name",
+        "more, said",
         [
-            (["--budgets", "8"], "cells"), (["--max_new_tokens", "8"], "sampling"), (["--limit", "2"], "limit"),
-            (["--top_k", "3"], "sampling"), (["--nolost"], "lost"), (["--temperatures", "0", "1"], "sampling"),
+            (["--budgets", "8"], "cells[1]=['jetspec', 'jetspec', 'tree', 4], now ['jetspec', 'jetspec', 'tree', 8]"),
+            (["--max_new_tokens", "8"], "sampling.max_new_tokens=24, now 8"), (["--limit", "2"], "limit=16, now 2"),
+            (["--top_k", "3"], "sampling.top_k=None, now 3"), (["--nolost"], "lost=True, now False"),
+            (["--temperatures", "0", "1"], "sampling.temperature=[0.0], now [0.0, 1.0]"),
+            (["--run_code"], "run_code=False, now True"), (["--repeats", "2"], "repeats=1, now 2"),
         ],
     )  # fmt: skip
-    def test_a_setting_that_has_changed_is_refused_by_name(self, done, tmp_path, capsys, more, name):
+    def test_a_setting_that_has_changed_is_refused_by_name(self, done, tmp_path, capsys, more, said):
         path = copied(done, tmp_path)
         before = path.read_bytes()
         assert compare.main(words(tmp_path, *more)) == 1
         err = capsys.readouterr().err.splitlines()[-1]
-        assert f"run.jsonl: begun with {name}=" in err and "another --out" in err and path.read_bytes() == before
+        assert f"run.jsonl: begun with {said};" in err and "another --out" in err and path.read_bytes() == before
 
     def test_other_prompts_of_the_same_name_are_refused(self, done, tmp_path, capsys):
         copied(done, tmp_path)
         (tmp_path / "some.jsonl").write_text((tmp_path / "some.jsonl").read_text().replace("11", "13"))
-        assert compare.main(words(tmp_path)) == 1 and "begun with sets=" in capsys.readouterr().err
+        assert compare.main(words(tmp_path)) == 1 and "begun with sets.some=[4, " in capsys.readouterr().err
 
     def test_a_prompt_that_does_not_fit_is_named(self, tmp_path, capsys):
         prompts(tmp_path)
@@ -230,7 +301,7 @@ class TestGoingOn:
         for change in ({"context_window": 5}, {"calibration": {"version": 1, "temperature": [2.0] * depth}}):
             meta.write_text(json.dumps({"fitted_on": "x"} | change))
             assert compare.main(argv) == 1
-            assert "run.jsonl: begun with heads=" in capsys.readouterr().err and path.read_bytes() == before
+            assert "run.jsonl: begun with heads.jetspec=" in capsys.readouterr().err and path.read_bytes() == before
 
     def test_a_file_whose_first_line_is_half_there_is_begun_again(self, tmp_path):
         path = tmp_path / "x.jsonl"
@@ -247,6 +318,26 @@ class TestGoingOn:
         with pytest.raises(ConfigError, match="no file of a comparison"), ledger.opened(path, SETTINGS):
             pass
         assert path.read_bytes() == b'{"kind": "something else'
+
+    def test_a_full_disk_is_one_line_and_costs_one_request(self, tmp_path):
+        """Files may have as many bytes as two requests and a half take; Python is told instead of ended."""
+        path, limits = tmp_path / "x.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+        with ledger.opened(path, SETTINGS) as book:
+            book.add(BASE)
+        line = len(path.read_bytes().splitlines()[1]) + 1
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + line + line // 2, limits[1]))
+        try:
+            said = r"x.jsonl: it cannot be written \(File too large\); make room, then the same command goes on"
+            with pytest.raises(ConfigError, match=said), ledger.opened(path, SETTINGS) as book:
+                for prompt in (1, 2, 3):
+                    book.add(dataclasses.replace(BASE, prompt=prompt))
+                    last = prompt
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert last == 1 and [r.prompt for r in ledger.read(path).requests] == [0, 1]  # half a line is no success
+        with ledger.opened(path, SETTINGS) as book:
+            book.add(dataclasses.replace(BASE, prompt=2))
+        assert [r.prompt for r in ledger.read(path).requests] == [0, 1, 2]
 
     def test_a_pipe_is_refused_and_not_waited_for(self, tmp_path):
         os.mkfifo(tmp_path / "pipe")
@@ -280,109 +371,7 @@ class TestGoingOn:
         assert ledger.read(path).settings["limit"] == 16
 
 
-BASE = ledger.Request(
-    session=1, set="a", prompt=0, id=None, prompt_tokens=10, temperature=0.0, drafter="autoregressive",
-    method="autoregressive", shape="plain", nodes=1, depth=0, new_tokens=11, rounds=10, finish_reason="length",
-    prefill=0.5, decode=10.0, accept_lengths=(1,) * 10, emitted=(1,) * 10, peak_bytes=None, verdict="plain",
-    parted_at=None, margin=None, lost=None, score=None, token_ids=(), text="",
-)  # fmt: skip
-PLAIN, TREE = BASE.cell, Cell("jetspec", "jetspec", "tree", 8)
-SETTINGS = {"sets": {"a": [2, ""]}, "sampling": {"temperature": [0.0]}, "cells": [list(PLAIN), list(TREE)]}
-
-
-def tree(accepted, decode, **change):
-    """A request of a tree of depth 5 whose rounds accepted so many drafts, all given out."""
-    lengths = tuple(n + 1 for n in accepted)
-    values = {
-        "drafter": "jetspec", "method": "jetspec", "shape": "tree", "nodes": 8, "depth": 5, "rounds": len(lengths),
-        "accept_lengths": lengths, "emitted": lengths, "new_tokens": 1 + sum(lengths), "decode": decode,
-        "verdict": "equal",
-    }  # fmt: skip
-    return dataclasses.replace(BASE, **values | change)
-
-
-def of(*requests, **settings):
-    return summary.of(ledger.Run(SETTINGS | settings, list(requests)))
-
-
-class TestFigures:
-    def test_known_rounds(self):
-        """FC-49: rounds that accept 0, 2 and 5 of 5 drafts."""
-        (_, group) = of(BASE, tree([0, 2, 5], 2.0)).groups
-        f = group.figures
-        assert f.acceptance == f.acceptance_mean == pytest.approx(10 / 3)
-        assert f.reached == pytest.approx([2 / 3, 2 / 3, 1 / 3, 1 / 3, 1 / 3])
-        assert f.conditional == pytest.approx([2 / 3, 1, 1 / 2, 1, 1])
-        assert f.kept == (7, 2) and f.round_seconds == pytest.approx(2 / 3) and f.step_seconds == 1
-        assert f.speedup == f.speedup_mean == pytest.approx(5) and f.efficiency == pytest.approx(1.5)
-        assert f.tokens_per_second == 5
-
-    def test_two_prompts_pooled_and_each(self):
-        """FC-50. Prompt 1: four tokens in two rounds of three seconds; plain decoding takes a second a token."""
-        other = dataclasses.replace(BASE, prompt=1, new_tokens=5, decode=4.0, rounds=4)
-        f = of(BASE, other, tree([0, 2, 5], 2.0), tree([1, 1], 6.0, prompt=1)).groups[1].figures
-        assert f.acceptance == pytest.approx(14 / 5) and f.acceptance_mean == pytest.approx((10 / 3 + 2) / 2)
-        assert f.speedup == pytest.approx(1 / (8 / 14)) and f.speedup_mean == pytest.approx((5 + 4 / 6) / 2)
-        assert f.tokens_per_second == pytest.approx(14 / 8)
-
-    def test_what_one_side_lacks_is_in_no_ratio(self):
-        f = of(BASE, tree([0, 2, 5], 2.0), tree([1, 1], 600.0, prompt=1)).groups[1].figures
-        assert f.speedup == f.speedup_mean == pytest.approx(5) and f.prompts == 2
-        assert of(tree([1], 1.0)).groups[1].figures.speedup is None
-        one = tree([], 0.0, new_tokens=1)  # the token that comes with the prompt
-        f = of(dataclasses.replace(BASE, new_tokens=1, rounds=0, emitted=(), accept_lengths=(), decode=0.0), one)
-        assert f.groups[1].figures.speedup is None and f.groups[1].figures.acceptance is None
-
-    def test_a_tree_stands_beside_its_own_chain(self):
-        """The longest of at most as many nodes. Tokens a second: 5 over 2.5 on one prompt, 1 over 2 on the other."""
-        short, long, other = (Cell(d, d, "chain", n) for d, n in (("jetspec", 4), ("jetspec", 6), ("ngram", 8)))
-        assert summary.chain_of(TREE, [PLAIN, short, long, other, TREE]) == long
-        assert summary.chain_of(long, [long]) is None and summary.chain_of(TREE, [other]) is None
-        chains = [tree([0, 2, 5], 4.0, shape="chain", nodes=6), tree([1, 1], 2.0, shape="chain", nodes=6, prompt=1)]
-        cells = [list(PLAIN), list(TREE), list(long)]
-        rows = [BASE, tree([0, 2, 5], 2.0), tree([1, 1], 4.0, prompt=1), *chains]
-        found = of(*rows, cells=cells).groups
-        assert found[1].figures.over_chain == (pytest.approx(1.0), 1, 2) and found[2].figures.over_chain is None
-        found = of(*rows[:2], chains[0], cells=cells).groups
-        assert found[1].figures.over_chain == (pytest.approx(2.0), 1, 1)
-
-    def test_what_the_limit_cut_is_not_given_out(self):
-        f = of(BASE, tree([0, 2, 5], 2.0, emitted=(1, 3, 2))).groups[1].figures
-        assert f.acceptance == 2 and f.kept == (7, 2)
-
-    def test_verdicts_margins_losses_and_scores(self):
-        lost = {"nothing": 1, "no candidate": 2, "not in the tree": 0, "parent wrong": 0}
-        right, wrong = {"verdict": "right"}, {"verdict": "wrong"}
-        other = dataclasses.replace(BASE, prompt=1, score=right)
-        found = of(
-            dataclasses.replace(BASE, score=right), other,
-            tree([0], 1.0, lost=lost, verdict="differs", margin=0.25, score=right),
-            tree([0], 1.0, prompt=1, lost=lost, verdict="tie", margin=1e-6, score=wrong),
-        )  # fmt: skip
-        f = found.groups[1].figures
-        assert f.margin == 0.25 and f.verdicts == {"differs": 1, "tie": 1} and f.lost["no candidate"] == 4
-        assert (f.scores, f.score_differs) == ({"right": 1, "wrong": 1}, 1)
-        assert tables.verdicts(f) == "1 tie, 1 differs (margin up to 2.5e-01 std)"
-        f = of(BASE, tree([0], 1.0, lost=lost), tree([0], 1.0, prompt=1)).groups[1].figures
-        assert f.lost is None  # one of them does not say
-
-    def test_bins_of_prompt_lengths(self):
-        assert [summary.bin_of(n) for n in (1, 256, 257, 4096, 4097)] == [
-            "<= 256", "<= 256", "257-512", "2049-4096", "> 4096",
-        ]  # fmt: skip
-        long = dataclasses.replace(BASE, prompt=1, prompt_tokens=300)
-        found = of(BASE, long, tree([0, 2, 5], 2.0))
-        assert list(found.lengths) == ["<= 256", "257-512"]
-        assert [g.figures and g.figures.prompts for g in found.lengths["257-512"]] == [1, None]
-
-
 class TestTables:
-    def test_an_absent_cell_is_said(self):
-        text = tables.markdown(ledger.Run(SETTINGS, [BASE]))
-        assert "| a | 0 | jetspec tree 8 | absent (0 of 2) | - |" in text
-        assert "| a | 0 | plain decoding | 1 of 2 | 1.00 |" in text
-        assert "No prompt has 257-512" in text
-
     def test_a_table_from_the_file_alone(self, done, capsys, monkeypatch):
         monkeypatch.setattr(load, "load_target", None)
         assert compare.main(["--table", str(done / "run.jsonl")]) == 0
@@ -440,6 +429,7 @@ class TestOptions:
             (["--prompts", "x", "--out", "y", "--budgets", "8", "8"], "--budgets: 8 8: one is there twice"),
             (["--prompts", "a/x.jsonl", "b/x.jsonl", "--out", "y"], "--prompts: x x: one is there twice"),
             (["--prompts", "x", "--out", "y", "--drafters", "oak"], "no method 'oak'"),
+            (["--table", "x", "--out", "y"], "--out with --table: nothing is decoded; leave it out"),
             (["--prompts", "x", "--out", "y", "--budgets", "1"], "--budgets=1: give a whole number in 2..1024"),
         ],
     )  # fmt: skip
@@ -449,32 +439,18 @@ class TestOptions:
         assert out == "" and err.count("\n") == 1 and said in err
 
 
-def boxes(svg: str) -> list[float]:
-    """Heights of the bars of a panel."""
-    root = ET.fromstring(f"<g>{svg}</g>")
-    return [float(box.get("height")) for box in root.iter("rect") if box.find("title") is not None]
-
-
-class TestCharts:
-    def test_bars_are_as_high_as_their_values(self):
-        side = chart.bars("t", ["a", "b"], [chart.Bars("x", [1.0, 2.0]), chart.Bars("y", [None, 4.0])])
-        high = boxes(side)
-        assert [h / high[-1] for h in high] == pytest.approx([0.25, 0.5, 1], abs=0.01) and ">-</text>" in side
-        stacked = boxes(chart.bars("t", ["a"], [chart.Bars("x", [1.0]), chart.Bars("y", [3.0])], stacked=True))
-        assert stacked[1] / stacked[0] == pytest.approx(3, abs=0.05)
-
-    def test_points_lie_where_their_values_are(self):
-        svg = chart.curves("t & u", [chart.Curve("<x>", [(1, 0.0), (2, 1.0), (4, 2.0)])], log=True)
-        root = ET.fromstring(f"<g>{svg}</g>")
-        points = [tuple(map(float, p.split(","))) for p in root.find("polyline").get("points").split()]
-        (a, low), (b, middle), (c, high) = points
-        assert b - a == pytest.approx(c - b, abs=0.2) and low - middle == pytest.approx(middle - high, abs=0.2)
-        assert low > high
-        assert "nothing measured" in chart.curves("t", [chart.Curve("x", [])])
-
-    def test_a_picture_of_a_comparison_with_gaps(self):
-        ET.fromstring(chart.comparison(of(BASE)))
-        ET.fromstring(chart.comparison(of(BASE, tree([0, 2, 5], 2.0))))
+def test_a_picture_that_cannot_be_written_is_refused_before_the_work(done, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(load, "load_target", None)
+    argv = words(tmp_path), ["--table", str(done / "run.jsonl")], ["--table", str(done / "run.jsonl"), "--overview"]
+    lost = str(tmp_path / "none" / "x.svg")
+    for more in argv:
+        assert compare.main([*more, "--svg", lost]) == 1
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1
+        assert (
+            err.startswith("compare: svg='/") and "cannot be written (No such file or directory); name another" in err
+        )
+    assert ceiling.main(["--svg", lost]) == 1 and "name another" in capsys.readouterr().err
 
 
 def test_the_ceiling_reads_the_file(done, capsys, tmp_path):

@@ -458,8 +458,8 @@ def test_a_refused_command_leaves_nothing(capsys, tmp_path):
 def test_damaged_weights_and_tokens_outside_the_model_name_no_flag_that_nobody_gave(capsys, monkeypatch):
     loaded = load.load_target
 
-    def damaged(*args):
-        found = loaded(*args)
+    def damaged(*args, **options):
+        found = loaded(*args, **options)
         return dataclasses.replace(found, params=found.params | {"norm": found.params["norm"] * np.nan})
 
     monkeypatch.setattr(load, "load_target", damaged)
@@ -496,8 +496,8 @@ def test_long_numbers_and_a_device_that_is_not_there(capsys, monkeypatch):
 def test_a_row_that_breaks_is_said_and_the_others_are_decoded(capsys, monkeypatch, tmp_path, words):
     loaded = load.load_target
 
-    def damaged(*args):
-        found = loaded(*args)
+    def damaged(*args, **options):
+        found = loaded(*args, **options)
         return dataclasses.replace(
             found, params=found.params | {"embedding": found.params["embedding"].at[7].set(np.nan)}
         )

@@ -1,5 +1,7 @@
 """What a comparison decodes with, and what its rounds lost, against a plain reading of the recorded rounds."""
 
+import pathlib
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,9 +9,9 @@ import tiny
 
 from jetspec_jax import methods, speculate
 from jetspec_jax.command import UsageError
-from jetspec_jax.config import SamplingConfig, TreeConfig
+from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.evals import drafters, lost, trace
-from jetspec_jax.files.load import load_drafter
+from jetspec_jax.files.load import load_drafter, load_target
 from jetspec_jax.layers import vocabulary
 from jetspec_jax.loop import tree as trees
 from jetspec_jax.loop import verify
@@ -49,6 +51,14 @@ class TestWords:
             drafters.load(drafters.parse(["jetspec"]), TARGET, demo=False)
 
 
+def test_a_head_that_two_methods_draft_with_is_loaded_once():
+    folder = pathlib.Path(__file__).parent / "fixtures" / "peer_parity" / "dense_bidirectional"
+    target = load_target(folder / "target")
+    named = drafters.parse([f"ddtree={folder / 'head'}", "ngram", f"dflash={folder / 'head'}"])
+    (_, one), (_, other), (_, two) = drafters.load(named, target, demo=False)
+    assert one is two and one is not other and one.family == "dflash"
+
+
 def loaded(*words):
     """Drafters of the tiny target, as `drafters.load` returns them."""
     heads = {"jetspec": tiny.head(True), "ngram": load_drafter("ngram", TARGET), "eagle3": tiny.eagle3()}
@@ -68,6 +78,11 @@ def test_every_tree_has_its_chain_beside_it_and_every_chain_stands_once():
         "plain decoding", "jetspec auto", "jetspec tree 4", "jetspec chain 4", "dflash chain 5", "ngram tree 4",
         "ngram chain 4",
     ]  # fmt: skip
+
+
+def test_a_drafter_that_would_have_no_cell_is_refused():
+    with pytest.raises(ConfigError, match=r"budgets=auto: ngram drafts without probabilities.* give a number too"):
+        drafters.entries(loaded("jetspec", "ngram"), ["auto"])
 
 
 @pytest.mark.parametrize("method", ["eagle3", "ngram"])  # a block's lies in the comparison's test

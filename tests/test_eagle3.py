@@ -92,9 +92,12 @@ def test_the_tree_is_that_of_recomputed_paths(draft_vocab, pieces):
     # Features of positions 9..11 and 4; their rows wait, and are read with the tokens that were committed after them.
     rows = jnp.stack([FEATURES[0, 9:13], FEATURES[1, 4:8]])
     state = extend(draft, loaded.params, state, rows, (jnp.array([9, 4]), jnp.array([3, 1])), True)
-    tree, _ = propose(draft, loaded.params, state, jnp.array([13, 6]), budget)
-    check(loaded, tree, 0, 13, 50, 3, 5)
-    check(loaded, tree, 1, 6, 7, 3, 5)
+    absorbed = draft.absorb(loaded.params, state, TOKENS, ENDS)  # as plain steps do: the last row alone waits on
+    assert absorbed.count.tolist() == [1, 1] and absorbed.start.tolist() == [11, 4]
+    for one in (state, absorbed):
+        tree, _ = propose(draft, loaded.params, one, jnp.array([13, 6]), budget)
+        check(loaded, tree, 0, 13, 50, 3, 5)
+        check(loaded, tree, 1, 6, 7, 3, 5)
 
 
 OPTIONS = st.fixed_dictionaries({

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from checks import cuda_text, near, normal, verify
 
 from jetspec_jax.backends import hopper
 from jetspec_jax.backends.cudnn import CuDNN
 from jetspec_jax.backends.hopper import Hopper
 from jetspec_jax.backends.kernels import gpu_attention, gpu_layer, gpu_loop
 from jetspec_jax.backends.xla import PLAIN_XLA, XLA
+from jetspec_jax.config import MoEConfig
 from jetspec_jax.drafts import block
 from jetspec_jax.layers import attention, masks, rope
 from jetspec_jax.layers import cache as kv_cache
@@ -24,17 +26,6 @@ from jetspec_jax.models import qwen3
 HOW = pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 PALLAS = Hopper()
-
-
-def near(actual, wanted, dtype):
-    """f32 to rounding; 16 bits to a few units in the last place of the largest value."""
-    for a, w in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
-        tiny.close(a.astype(jnp.float32), w.astype(jnp.float32), 2e-5 if dtype == jnp.float32 else 1.6e-2)
-
-
-def normal(seed, dtype):
-    draw = np.random.default_rng(seed)
-    return lambda *shape: jnp.asarray(draw.standard_normal(shape), dtype)
 
 
 # batch, kv heads, queries a kv head, head dim, nodes, slots, lengths: none, one, borders of 64 and of parts, all
@@ -254,7 +245,8 @@ WIDE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
 @functools.lru_cache(None)
 def wide_pair(kind: str, how: XLA):
     """A random pair whose sizes split into tiles."""
-    model, shapes = qwen3.build(tiny.model_config(kind, **WIDE), jnp.float32, how)
+    experts = {"moe": MoEConfig(4, 2, 16, True, (1,))} if kind == "moe" else {}
+    model, shapes = qwen3.build(tiny.model_config(kind, **WIDE, **experts), jnp.float32, how)
     params = tiny.random_like(shapes, 3)
     draft, head = block.build(tiny.head_config(True, **WIDE | {"num_heads": 4}), jnp.float32, backend=how)
     return model, draft, {"target": params, "draft": tiny.random_like(head, 4)}
@@ -294,27 +286,9 @@ def test_cudnn(slots):
         assert (CuDNN().attend(*args[:3], broken, args[-1]) == CuDNN().attend(*args)).all()
 
 
-def cuda_text(function, *shapes) -> str:
-    """The program lowered for an H200, none being needed; every Triton module in it is verified."""
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-
-
 @pytest.fixture
 def verified(monkeypatch):
-    """Lowering alone does not verify what it makes; a GPU's compiler would be the first to refuse it."""
-    registration = pytest.importorskip("jax._src.pallas.triton.pallas_call_registration")
-    lower, seen = registration.lowering.lower_jaxpr_to_triton_module, []
-
-    def checked(*args, **options):
-        result = lower(*args, **options)
-        seen.append(result.module.operation.verify())
-        return result
-
-    monkeypatch.setattr(registration.lowering, "lower_jaxpr_to_triton_module", checked)
-    return seen
+    return verify(monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])

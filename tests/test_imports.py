@@ -20,7 +20,7 @@ FLOORS = [
     {"drafts"},
     {"files"},
     {"engine"},
-    {"speculate", "baseline", "outcome", "command"},
+    {"speculate", "baseline", "outcome", "command", "hosts"},
     {"evals", "serve", "audit", "doctor", "methods", "decode", "talk"},
     {"training", "train"},
 ]

@@ -18,7 +18,7 @@ from jetspec_jax.loop.contracts import Ends
 from jetspec_jax.loop.processors import Past, Sampling
 from jetspec_jax.loop.tree import Rule
 
-RANK = 6
+RANK, INNER = 6, 5
 EMBED = jnp.asarray(np.random.default_rng(9).standard_normal((tiny.VOCAB, 16)), jnp.float32)
 FEATURES = jnp.asarray(np.random.default_rng(8).standard_normal((2, 9, 32)), jnp.float32)
 TOKENS = jnp.asarray(np.random.default_rng(7).integers(0, tiny.VOCAB - 1, (2, 24)), jnp.int32)
@@ -26,12 +26,14 @@ ENDS = Ends(lambda tokens: EMBED[tokens], lambda hidden: 0.3 * hidden @ EMBED.T)
 
 
 @functools.lru_cache(None)
-def scored(causal: bool = True, child: float = 1.0):
+def scored(causal: bool = True, child: float = 1.0, inner: int = 0):
     """A tiny head with a scorer; child: how much its children's matrix says, 0 of a new one."""
     head = tiny.head(causal)
-    params = tiny.random_like(scorer.shapes(16, RANK, jnp.float32), 3)
+    params = tiny.random_like(scorer.shapes(16, RANK, inner, jnp.float32), 3)
     params["child"] = child * params["child"]
-    draft = dataclasses.replace(head.draft, config=dataclasses.replace(head.config, scorer_rank=RANK))
+    draft = dataclasses.replace(
+        head.draft, config=dataclasses.replace(head.config, scorer_rank=RANK, scorer_width=inner)
+    )
     return dataclasses.replace(head, draft=draft, params=head.params | {"scorer": params})
 
 
@@ -54,13 +56,20 @@ def table(params, hidden, logits, width: int, scale: float = 1.0, noise=0.0):
     logits = scale * (np.asarray(logits, np.float64) + noise)
     token = np.argsort(-logits, axis=1, kind="stable")[:, :width]
     normed = lambda x: x / np.sqrt((x * x).mean(-1, keepdims=True) + scorer.EPS)
-    rows = normed(np.asarray(EMBED, np.float64))
+    rows, slots = normed(np.asarray(EMBED, np.float64)), normed(hidden)
+
+    def parent(row, slot):
+        if "down" not in p:
+            return (row @ p["parent"]) * (1 + slot @ p["gate"])
+        gate, up = np.split(slot @ p["slot"] + row @ p["parent"], 2)
+        return (gate / (1 + np.exp(-gate)) * up) @ p["down"]
+
     found = np.zeros((len(logits), width, width))
     for d in range(len(logits)):
         for a in range(width):
             raised = logits[d].copy()
             if d:
-                left = (rows[token[d - 1, a]] @ p["parent"]) * (1 + hidden[d] @ p["gate"])
+                left = parent(rows[token[d - 1, a]], slots[d])
                 raised[token[d]] += scale * (rows[token[d]] @ p["child"]) @ left
             found[d, a] = (raised - np.log(np.exp(raised - raised.max()).sum()) - raised.max())[token[d]]
     return found, token
@@ -70,8 +79,9 @@ def table(params, hidden, logits, width: int, scale: float = 1.0, noise=0.0):
     "builder, reference", [("best_first", oracles.best_first), ("accum_logp", oracles.accum_logp_table)]
 )
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_trees_are_those_of_recomputed_rows(builder, reference, causal):
-    head = scored(causal)
+@pytest.mark.parametrize("inner", [0, INNER])
+def test_trees_are_those_of_recomputed_rows(builder, reference, causal, inner):
+    head = scored(causal, inner=inner)
     tree, hidden = propose(head.draft.shaped(Rule(12, builder, 4), 4), head.params)
     for row in range(2):
         logp, token = table(head.params["scorer"], hidden[row], tree.logits[row], 4)

@@ -17,7 +17,7 @@ PAIR = ["--target", "tiny", "--head", "tiny", "--chat", "--budget", str(served.N
 @pytest.fixture
 def loaded(monkeypatch):
     """The tiny pair, whatever is named."""
-    monkeypatch.setattr(load, "load_target", lambda *rest: TARGET)
+    monkeypatch.setattr(load, "load_target", lambda *rest, **options: TARGET)
     monkeypatch.setattr(load, "load_head", lambda *rest: HEAD)
     monkeypatch.setattr(decode.methods, "usual", lambda head, wants_tree: "jetspec")
     monkeypatch.setattr(decode.methods, "tree", lambda name, tree, head: tree)

@@ -21,6 +21,7 @@ from jetspec_jax.config import ConfigError
 from jetspec_jax.drafts import block
 from jetspec_jax.files import load
 from jetspec_jax.layers import masks
+from jetspec_jax.loop.state import LENGTH, NONFINITE, STOP
 from jetspec_jax.training import (
     pipeline,
     regenerate,
@@ -87,6 +88,58 @@ def test_counts_add_up_and_cut_answers_are_marked(tmp_path):
     assert lines[0]["messages"][-1] == {"role": "assistant", "content": target().tokenizer.decode([7])}
     with pytest.raises(ConfigError, match="none of 1 rows can be asked"):
         regenerate.ask(target(), given[-1:], 9, None)
+
+
+WIDE = types.SimpleNamespace(  # a target with ids that 16 bits do not hold
+    model=types.SimpleNamespace(vocab_size=70_000), config=types.SimpleNamespace(context_length=64), fingerprint="f"
+)
+
+
+class Recording:
+    """An `Answerer` that adds the largest id to each prompt, and notes what each was asked with."""
+
+    asked: list
+
+    def __init__(self, *args):
+        pass
+
+    def __call__(self, prompts, seeds, max_new, temperature):
+        Recording.asked += [(tuple(p), temperature, int(seed)) for p, seed in zip(prompts, seeds, strict=True)]
+        reasons = [NONFINITE if p[0] == 9 else LENGTH if p[0] == 8 else STOP for p in prompts]
+        return [np.array([*p, 69_999]) for p in prompts], np.array(reasons)
+
+
+def test_seeds_are_of_prompts_and_samples_whatever_the_batch(monkeypatch, tmp_path):
+    monkeypatch.setattr(regenerate, "Answerer", Recording)
+    prompts, said = [[9, 5, 7], [8], [7, 6]], []
+    for batch in (1, 2, 3):
+        Recording.asked = []
+        folder = tmp_path / str(batch)
+        regenerate.regenerate(WIDE, prompts, folder, batch=batch, max_prompt=9, max_new=4, samples=2, temperature=0.5)
+        said.append(sorted(Recording.asked))
+        found = answer_store.read(folder)
+        assert found.tokens.max() == 69_999
+        ends = {int(p): (bool(e), bool(f)) for p, e, f in zip(found.prompt, found.ended, found.failed, strict=True)}
+        assert ends == {0: (False, True), 1: (False, False), 2: (True, False)}
+    assert said[0] == said[1] == said[2] and len({seed for *_, seed in said[0]}) == 9
+    assert [heat for _, heat, _ in said[0]] == [0.0, 0.5, 0.5] * 3
+
+
+def test_long_rows_are_decoded_fewer_at_a_time(monkeypatch):
+    """Of eight rows four beyond 1,024 positions and two beyond 2,048; caches are as short as the rows allow."""
+    made = []
+
+    def answer(self, prompts, seeds, how, longest, sizes):
+        made.append((len(prompts), longest, sizes, seeds.tolist()))
+        return [np.array(p) for p in prompts], np.full(len(prompts), STOP)
+
+    monkeypatch.setattr(regenerate.Answerer, "_answer", answer)
+    answerer = regenerate.Answerer(target(), 8, 3_000)
+    for size, many, room in ((5, 8, 512), (600, 8, 1_024), (1_100, 4, 2_048), (2_500, 2, 3_000)):
+        made.clear()
+        found, reasons = answerer([[1] * size] * 8, np.arange(8), 10, 0.0)
+        assert len(found) == len(reasons) == 8 and [seed for m in made for seed in m[3]] == list(range(8))
+        assert [m[:3] for m in made] == [(many, size, (many, room))] * (8 // many)
 
 
 def test_loops_are_cut_to_two_periods():

@@ -82,6 +82,8 @@ PROOFS = {
     "markov_rank": Proof(5, "step", DSPARK),
     "markov_head": Proof("gated", "step", DSPARK),
     "scorer_rank": Proof(3, "step"),
+    "scorer_width": Proof(4, "step", {"scorer_rank": 3}),
+    "scorer_parents": Proof("others", "step", {"scorer_rank": 3}),
     "frozen_head": Proof(True, "step", {"scorer_rank": 3, "init_head": "HEAD"}),
     "init_head": Proof("HEAD", "start"),
     "anchors": Proof(3, "step"),
@@ -108,6 +110,7 @@ PROOFS = {
     "weight_decay": Proof(0.5, "step"),
     "clip": Proof(0.5, "step"),
     "model_parallel": Proof(2, "refused"),
+    "mesh": Proof("data=2", "refused"),
     "attention": Proof("cudnn", "recipe features scale"),
     "remat": Proof(False, "step"),
     "log_every": Proof(3, "plan"),
@@ -288,7 +291,7 @@ def test_every_number_of_the_recipe_is_the_setting_of_its_name():
     given = {"forward_kl": 0.5, "reverse_kl": 0.25, "cross_entropy": 0.125, "loss_temperature": 1.5, "beta1": 0.7}
     given |= {"total_variation": 0.4, "unroll": 4, "unroll_decay": 0.9, "confidence": 0.3}
     given |= {"beta2": 0.8, "warmup": 0.3, "final_lr": 0.2, "weight_decay": 0.6, "clip": 3.0, "gamma": 5.0, "seed": 9}
-    given |= {"window": 3, "frozen_head": True, "scorer_rank": 2, "init_head": "x"}
+    given |= {"window": 3, "frozen_head": True, "scorer_rank": 2, "scorer_parents": "others", "init_head": "x"}
     config = settings.make(RUN | given | {"data": "d", "remat": False}, "c")
     made = recipes.make(config, target().model, "float32", HEAD, 7, "xla")
     assert made.mix == Mix(forward_kl=0.5, reverse_kl=0.25, cross_entropy=0.125, temperature=1.5, total_variation=0.4)
@@ -298,5 +301,5 @@ def test_every_number_of_the_recipe_is_the_setting_of_its_name():
         "steps",
         "attention",
     }
-    assert len(same) == 17 and all(getattr(made, name) == getattr(config, name) for name in same)
+    assert len(same) == 18 and all(getattr(made, name) == getattr(config, name) for name in same)
     assert (made.steps, made.attention, made.dtype) == (7, "xla", "float32")

@@ -22,11 +22,12 @@ from jetspec_jax.training.objectives import block as learns
 
 SCALE = jnp.linspace(0.5, 3, 32)
 SCORED = dataclasses.replace(HEAD, scorer_rank=5)
+SWIGLU = dataclasses.replace(HEAD, scorer_rank=5, scorer_width=6)
 
 
 @functools.lru_cache(None)
-def params():
-    shapes = jax.eval_shape(lambda p: learns.init(SCORED, jax.random.key(0), p, {}), target().params)
+def params(head=SCORED):
+    shapes = jax.eval_shape(lambda p: learns.init(head, jax.random.key(0), p, {}), target().params)
     return random_params(shapes, 3)
 
 
@@ -43,9 +44,10 @@ def found():
     return teacher.Features(taps, jax.random.normal(jax.random.key(2), (2, WIDTH, 16)))
 
 
-def test_logits_are_those_that_decoding_conditions():
+@pytest.mark.parametrize("head", [SCORED, SWIGLU])
+def test_logits_are_those_that_decoding_conditions(head):
     """At every slot, after the text's own token: the row of a table of all tokens, without its normaliser."""
-    r, p = recipe(head=SCORED), part()
+    r, p = recipe(head=head), part()
     place, features = jnp.broadcast_to(jnp.arange(WIDTH), (2, WIDTH)), found()
     asked = learns.ask(r, target().params, p, place, jnp.ones(place.shape, bool))
 
@@ -55,7 +57,7 @@ def test_logits_are_those_that_decoding_conditions():
         hidden = learns.hidden(r, folded, p, features, asked)
         return hidden, learns.logits(r, target().params, folded, hidden, asked).whole(48)
 
-    hidden, logits = trained(params())
+    hidden, logits = trained(params(head))
     embed = lambda tokens: target().model.embed(target().params, tokens)
     for at in (4, 11):
         own = hidden[:1, at]
@@ -63,7 +65,7 @@ def test_logits_are_those_that_decoding_conditions():
         order = jnp.argsort(-base[0], axis=-1)
         row = jnp.take_along_axis(jax.nn.log_softmax(base[0], -1), order, -1)
         candidates = trees.Candidates(order[None], row[None, :, None])
-        table = trees.conditioned(candidates, scorer.bias(params()["scorer"], own, embed(order[None])))
+        table = trees.conditioned(candidates, scorer.bias(params(head)["scorer"], own, embed(order[None])))
         for depth in range(HEAD.depth):
             wanted = np.zeros(48)
             parent = 0 if not depth else int(np.flatnonzero(order[depth - 1] == p.tokens[0, at + depth])[0])
@@ -91,17 +93,35 @@ def test_a_frozen_head_stays_and_its_scorer_learns():
     assert {x.shape for x in moments} == {(16, 5)}  # none of the head's
 
 
+def test_a_control_learns_from_the_tokens_of_other_places():
+    p, place = part(), jnp.broadcast_to(jnp.arange(WIDTH), (2, WIDTH))
+    valid = jnp.ones(place.shape, bool)
+    own, other = (
+        learns.ask(recipe(head=SCORED, scorer_parents=name), target().params, p, place, valid).inputs.before
+        for name in ("text", "others")
+    )
+    np.testing.assert_array_equal(other, jnp.roll(own, 1, axis=1))
+    assert (own != other).any()
+
+
 def test_a_run_leaves_a_scorer_beside_its_head(finished, loaded, tmp_path):
     """A scorer for a head that is there: files, what is refused, and decoding with and without it."""
     run, given, _ = finished
     bare = run / "head"
-    change = {"init_head": str(bare), "scorer_rank": 5, "frozen_head": True, "steps": 6, "peak_lr": 5e-2}
+    change = {
+        "init_head": str(bare),
+        "scorer_rank": 5,
+        "scorer_width": 6,
+        "frozen_head": True,
+        "steps": 6,
+        "peak_lr": 5e-2,
+    }
     shutil.copytree(run / "answers", tmp_path / "more" / "answers")
     quick = {"decode_prompts": "", "eval_every": 6}
     assert pipeline.run(settings.make(given | change | quick, "c"), tmp_path / "more", print)
     folder = tmp_path / "more" / "head"
     made, first = load.load_head(folder, target()), load.load_head(bare, target())
-    assert made.config.scorer_rank == 5 and first.config.scorer_rank == 0
+    assert (made.config.scorer_rank, made.config.scorer_width) == (5, 6) and first.config.scorer_rank == 0
     raw = json.loads((folder / "config.json").read_text())
     assert raw == json.loads((bare / "config.json").read_text())  # nothing that another engine would not know
     for name in first.params:
@@ -120,7 +140,9 @@ def test_a_run_leaves_a_scorer_beside_its_head(finished, loaded, tmp_path):
     said = json.loads((folder / "scorer" / "config.json").read_text())
     for key, value, why in (
         ("version", 2, "version 2"),
-        ("rank", 4, "parent has shape"),
+        ("rank", 4, "down has shape"),
+        ("width", 5, "slot has shape"),
+        ("kind", "product", "parent has shape"),
         ("head_fingerprint", "x", "another"),
     ):
         (folder / "scorer" / "config.json").write_text(json.dumps(said | {key: value}))

@@ -409,3 +409,11 @@ def test_rows_that_a_parent_adds_to_are_distributions():
     np.testing.assert_allclose(np.exp(got.logp).sum(-1), 1, atol=1e-5)
     broken = found._replace(logp=found.logp.at[0, 0].set(-jnp.inf))
     assert (np.asarray(tree.conditioned(broken, jnp.asarray(bias)).logp)[0, 0] == -np.inf).all()
+
+
+def test_a_node_as_probable_as_the_least_stays():
+    """Paths of 1/2, 1/4 and 1/8 below the root: each is in the tree where it is the least itself."""
+    row = lambda *values: jnp.asarray([values] * 3)
+    scores = tree.Scores(jnp.log(row(1.0, 0.5, 0.25, 0.125)), jnp.zeros((3, 1)))
+    whole = tree.Tree(row(9, 1, 2, 3), row(-1, 0, 0, 0), row(0, 1, 1, 1), jnp.full(3, 4), None, scores)
+    assert tree.prune(whole, jnp.array([0.5, 0.25, 0.125])).size.tolist() == [2, 3, 4]

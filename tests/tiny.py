@@ -25,7 +25,7 @@ from jetspec_jax.engine.geometry import Geometry
 from jetspec_jax.files import pair
 from jetspec_jax.files.pair import LoadedTarget
 from jetspec_jax.layers import cache as kv_cache
-from jetspec_jax.layers import masks
+from jetspec_jax.layers import masks, vocabulary
 from jetspec_jax.loop import decoder
 from jetspec_jax.loop.contracts import Ends, Output, Seen
 from jetspec_jax.loop.plain import PLAIN
@@ -304,7 +304,7 @@ class CoachedDraft:
         rank = params["rank"][length % params["rank"].shape[0], : self.depth, None]
         behind = (jnp.arange(self.vocab_size) - right - 1) % self.vocab_size  # decoys in cyclic order
         own = jnp.where(rank < 0, -jnp.inf, 0.5 - rank)
-        told = jnp.where(behind == self.vocab_size - 1, own, -behind)
+        told = vocabulary.share(jnp.where(behind == self.vocab_size - 1, own, -behind))
         if self.head is not None:
             drafted, state = self.head.logits(params["head"], state, choice.anchor, length, ends)
             told = jnp.where(params["coach"], told, drafted)

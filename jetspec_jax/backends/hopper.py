@@ -11,18 +11,23 @@ from typing import ClassVar
 
 import jax
 
-from jetspec_jax.backends.kernels import gpu_attention, gpu_layer, gpu_loop
+from jetspec_jax.backends.kernels import gpu_attention, gpu_experts, gpu_layer, gpu_loop
 from jetspec_jax.backends.xla import XLA, by_kv_head
 
 NARROW, FEW = 64, 128  # rows up to which our swiglu, and our other products, beat XLA's choice
+ROUTED = 256  # rows up to which experts are ours: they still get few each
 LONG = 512  # rows of a call up to which attention is ours: rounds, and prompts read in chunks of the default size
 
 
 @dataclasses.dataclass(frozen=True)
 class Hopper(XLA):
-    """Kernels for attention, few-row products, what lies between them, commit and best-first trees."""
+    """Kernels for attention, few-row products, what lies between them, commit and best-first trees.
+
+    experts: whether those of a mixture are ours too.
+    """
 
     name: ClassVar[str] = "pallas"
+    experts: bool = True
 
     def matmul(self, x, w):
         rows = x.shape[0] * x.shape[1]
@@ -37,6 +42,14 @@ class Hopper(XLA):
         if rows > NARROW or not gpu_layer.tileable(inner, outer):
             return super().swiglu(x, gate_up)
         return gpu_layer.swiglu(x.reshape(rows, -1), gate_up, _interpreted()).reshape(*x.shape[:2], outer)
+
+    def mixture(self, x, router, gate_up, down, experts_per_token, normalize_top_k, first=0):
+        rows, (count, inner, hidden) = x.shape[0] * x.shape[1], down.shape
+        some = count < router.shape[1]  # a device's part of them
+        if not self.experts or some or rows > ROUTED or not gpu_experts.supported(hidden, inner):
+            return super().mixture(x, router, gate_up, down, experts_per_token, normalize_top_k, first)
+        weights = router, gate_up, down, experts_per_token, normalize_top_k
+        return gpu_experts.mixture(x.reshape(rows, -1), *weights, _interpreted()).reshape(-1, *x.shape)
 
     def add_norm(self, x, product, weight, eps):
         flat = None if product is None else product.reshape(-1, x.shape[0] * x.shape[1], x.shape[2])

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jetspec_jax.layers import attention, rope
+from jetspec_jax.layers import attention, moe, rope
 from jetspec_jax.layers.cache import KV, Cache, take, write
 from jetspec_jax.layers.numerics import einsum, rms_norm
 from jetspec_jax.loop import tree
@@ -30,6 +30,7 @@ class XLA:
     """
 
     name: ClassVar[str] = "xla"  # as a user chooses it
+    groups: ClassVar[int] = 1  # of devices, among which the rows of a batch are dealt out
 
     def matmul(self, x: Float[Array, "B T A"], w: Float[Array, "A O"]) -> jax.Array:
         """Returns x @ w as a product."""
@@ -40,6 +41,19 @@ class XLA:
         inner, _, outer = gate_up.shape
         gate, up = jnp.split(einsum("bte,ef->btf", x, gate_up.reshape(inner, 2 * outer)), 2, axis=-1)
         return jax.nn.silu(gate) * up
+
+    def mixture(
+        self,
+        x: Float[Array, "B T E"],
+        router: Float[Array, "E X"],
+        gate_up: Float[Array, "Y E 2 F"],
+        down: Float[Array, "Y F E"],
+        experts_per_token: int,
+        normalize_top_k: bool,
+        first: int | Int[Array, ""] = 0,
+    ) -> jax.Array:
+        """Returns what the rows' experts make of them as a product; arguments of `moe.feed_forward`."""
+        return moe.feed_forward(x, router, gate_up, down, experts_per_token, normalize_top_k, first)
 
     def add_norm(
         self, x: Float[Array, "B T E"], product: jax.Array | None, weight: Float[Array, " E"], eps: float
@@ -80,6 +94,20 @@ class XLA:
     ) -> Float[Array, "B T N H"]:
         """Returns the rows' attention over a committed prefix and over fresh keys; arguments of `attention.attend`."""
         return attention.attend(q, fresh, mask, prefix, length)
+
+    def joined(self, product: jax.Array, parts: tuple[str, ...], dtype) -> jax.Array:
+        """Returns the whole of a product that several devices have parts of.
+
+        Args:
+          product: of this device.
+          parts: by what its sum was split, `model` or `expert`; none where it is whole.
+          dtype: of the rows.
+        """
+        return product
+
+    def place(self, part: str) -> int | Int[Array, ""]:
+        """Returns which part this device has of what is split by `model` or `expert`."""
+        return 0
 
     def commit(self, cache: Cache, fresh: Cache, path: Int[Array, "B R"], start: Int[Array, " B"]) -> Cache:
         """Writes the fresh rows of `path` to slots start..start+R-1 of every layer, and returns the cache."""

@@ -25,7 +25,7 @@ from jetspec_jax.layers.numerics import einsum, rms_norm
 from jetspec_jax.loop.choice import Choice
 from jetspec_jax.loop.contracts import Ends, Seen
 from jetspec_jax.loop.tree import Candidates, Rule, Tree
-from jetspec_jax.models.layer import Stack
+from jetspec_jax.models.layer import Stack, kv_heads
 
 
 class Head(Stack):
@@ -143,7 +143,7 @@ class BlockDraft:
     def init(self, params, batch: int, capacity: int) -> HeadState:
         c, dtype = self.config, params["fc"].dtype
         zeros = jnp.zeros((batch,), jnp.int32)
-        context = kv_cache.init(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, dtype)
+        context = kv_cache.init(c.num_layers, batch, kv_heads(params), capacity, c.head_dim, dtype)
         pending = jnp.zeros((batch, self.depth + 1, len(c.tap_layers) * c.hidden_size), dtype)
         return HeadState(context, zeros, pending, zeros)
 
@@ -251,5 +251,5 @@ def build(
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Head(config, dtype)))
     shapes = nnx.to_pure_dict(state)
     if config.scorer_rank:
-        shapes["scorer"] = scorer.shapes(config.hidden_size, config.scorer_rank, dtype)
+        shapes["scorer"] = scorer.shapes(config.hidden_size, config.scorer_rank, config.scorer_width, dtype)
     return BlockDraft(config, depth or config.depth, rule or Rule(64), graphdef, backend), shapes

@@ -152,7 +152,7 @@ class DSparkDraft(BlockDraft):
             logits, memory = head.after(slot(base), slot(hidden), token, memory)
             ranked = rank(logits, level)
             token = vocabulary.best(ranked)
-            sure = jnp.take_along_axis(ranked, token[..., None], -1) - vocabulary.log_total(ranked)
+            sure = vocabulary.at(ranked, token) - vocabulary.log_total(ranked)
             return (token, memory), (token[:, 0], logits[:, 0], sure[:, 0, 0])
 
         start = anchor[:, None], head.start(len(base))

@@ -78,11 +78,13 @@ class Eagle3(nnx.Module):
 
     def logits(self, normed: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """Returns f32 logits over the target's vocabulary; -inf for tokens that the head cannot draft."""
-        own = einsum("bte,ue->btu", normed, self.lm_head[...], jnp.float32)
-        if not self.config.reduced:
-            return own
-        ids = jnp.arange(self.config.draft_vocab_size) + self.d2t[...]
-        return jnp.full((*own.shape[:2], self.config.vocab_size), -jnp.inf).at[..., ids].set(own)
+        c, table = self.config, self.lm_head[...]
+        if not c.reduced:
+            return einsum("bte,ue->btu", normed, vocabulary.share(table, 0), jnp.float32)
+        own = einsum("bte,ue->btu", normed, table, jnp.float32)
+        held = vocabulary.held(c.vocab_size)
+        ids = vocabulary.slot(jnp.arange(c.draft_vocab_size) + self.d2t[...], held)
+        return jnp.full((*own.shape[:2], held), -jnp.inf).at[..., ids].set(own)
 
 
 class Eagle3State(NamedTuple):
@@ -144,7 +146,7 @@ class Eagle3Draft:
     def init(self, params, batch: int, capacity: int) -> Eagle3State:
         c, dtype = self.config, params["fc"].dtype
         zeros = jnp.zeros((batch,), jnp.int32)
-        (context,) = kv_cache.init(1, batch, c.num_kv_heads, capacity, c.head_dim, dtype)
+        (context,) = kv_cache.init(1, batch, params["layer"]["qkv"].shape[1], capacity, c.head_dim, dtype)
         pending = jnp.zeros((batch, self.depth + 1, len(c.tap_layers) * c.hidden_size), dtype)
         return Eagle3State(context, zeros, zeros, pending)
 

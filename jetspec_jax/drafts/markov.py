@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax.drafts.dspark_files import DSparkConfig
+from jetspec_jax.layers import vocabulary
 from jetspec_jax.layers.numerics import einsum
 
 
@@ -65,7 +66,7 @@ class Markov(nnx.Module):
     ) -> tuple[Float[Array, "B T V"], Float[Array, "B T Z"]]:
         """Returns what is added to the slots' logits (f32), and what is remembered, as `rows` does."""
         row, memory = self.rows(hidden, token, memory)
-        return einsum("btm,vm->btv", row, self.w2[...], jnp.float32), memory
+        return einsum("btm,vm->btv", row, vocabulary.share(self.w2[...], 0), jnp.float32), memory
 
 
 class Confidence(nnx.Module):

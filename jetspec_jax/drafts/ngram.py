@@ -59,7 +59,7 @@ class NGram:
         back = jnp.arange(self.longest)
         tail = tokens[jnp.maximum(length - 1 - back, 0)]
         there = tokens[jnp.maximum(at[:, None] - back, 0)]  # [S, longest], what ends at each place
-        same = (there == tail) & (at[:, None] >= back) & (length - 1 >= back)
+        same = (there == tail) & (at[:, None] >= back)  # so for the anchor too: a match lies before it
         agreed = jnp.cumprod(same, axis=1).sum(1)
         # Longer agreement first, then the later place; a place is a match when it lies before the anchor.
         score = jnp.where((at < length - 1) & (agreed > 0), agreed * tokens.size + at, -1)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jetspec_jax.layers import vocabulary
 from jetspec_jax.loop.choice import Choice
 from jetspec_jax.loop.contracts import Backend, Ends, Output, Seen
 from jetspec_jax.loop.tree import Rule, Tree
@@ -157,7 +158,7 @@ class Synthetic:
 
     def propose(self, params, state, choice: Choice, budget: Int[Array, " B"], ends: Ends) -> tuple[Tree, Any]:
         length = choice.past.length
-        logits = jnp.zeros((length.size, self.depth, self.vocab_size))
+        logits = jnp.zeros((length.size, self.depth, vocabulary.held(self.vocab_size)))
         if self.inner:
             logits, state = self.inner.logits(params["inner"], state, choice.anchor, length, ends)
         at = jnp.arange(self.depth)
@@ -227,4 +228,5 @@ def build(config: SyntheticConfig, dtype=None, backend=None, inner=None, inner_p
 
 
 def _favour(logits: Float[Array, "*rows V"], token: Int[Array, "*rows"]) -> Float[Array, "*rows V"]:
-    return jnp.where(jnp.arange(logits.shape[-1]) == token[..., None], logits + BONUS, logits)
+    held = logits.shape[-1]
+    return jnp.where(jnp.arange(held) == vocabulary.slot(token, held)[..., None], logits + BONUS, logits)

@@ -116,7 +116,7 @@ def described(target, head, draft) -> dict[str, Any]:
         "target": _shapes(target.params), "head": _shapes(head.params), "draft": type(draft).__name__,
         "tree": [rule.builder, rule.candidates] if rule else [], "depth": draft.depth,
         "window": getattr(draft, "window", 0),
-    }  # fmt: skip
+    } | ({"mesh": dict(target.mesh.shape)} if getattr(target, "mesh", None) else {})  # fmt: skip
 
 
 def read(about: Mapping[str, Any], key: str, sizes: Sequence[int]) -> Table | None:

@@ -18,11 +18,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jetspec_jax.engine import geometry as sizes
 from jetspec_jax.engine import requests
 from jetspec_jax.engine.geometry import Geometry
 from jetspec_jax.engine.pacing import UNBOUND, Pacer
 from jetspec_jax.engine.programs import program
 from jetspec_jax.engine.rows import Result, Row, cut_rounds
+from jetspec_jax.engine.spread import agreed, fetch
 from jetspec_jax.files import pair
 from jetspec_jax.files.pair import LoadedHead, LoadedTarget
 from jetspec_jax.loop.decoder import Decoder, insert, prefill, prefill_recorded, rounds, step_recorded
@@ -77,6 +79,8 @@ class Engine:
             "attention": target.model.backend.name,
             "device": jax.devices()[0].device_kind,
         } | (settings or {})
+        if mesh := getattr(target, "mesh", None):
+            self._settings["mesh"] = dict(mesh.shape)
 
     @property
     def state(self) -> State:
@@ -115,7 +119,8 @@ class Engine:
                 self.seconds["compile"] += self.pacer.seconds
         else:
             for slot, row, one in zip(free, new, fitted, strict=True):
-                fresh = self._prefilled(self._arrays([row], one))
+                # Every group of devices reads the row, and the one that has the slot takes it.
+                fresh = self._prefilled(self._arrays([row] * one.batch, one))
                 args = self.state, jnp.int32(slot), fresh
                 self.state = self._program(insert, *args, donate=(0,))(*args)
             if self.pacer:
@@ -137,7 +142,7 @@ class Engine:
         self.state = jax.block_until_ready(run())
         spent = time.perf_counter() - begin
         self.seconds["decode"] += spent
-        self._pace = max(1, min(self.decoder.capacity, int(n * BLOCK_SECONDS / max(spent, 1e-6))))
+        self._pace = agreed(max(1, min(self.decoder.capacity, int(n * BLOCK_SECONDS / max(spent, 1e-6)))))
         self._read()
 
     def pace(self) -> int:
@@ -184,19 +189,19 @@ class Engine:
     def release(self, slot: int) -> None:
         """Frees a slot; a row that is still running ends."""
         state = self.state
-        reason = jax.device_get(state.reason).copy()
+        reason = fetch(state.reason).copy()
         reason[slot] = reason[slot] or LENGTH
         self.state, self.rows[slot] = state._replace(reason=jnp.asarray(reason)), None
 
     def new_ids(self) -> list[list[int]]:
         """Returns the tokens committed so far in every slot, in one transfer: slicing on the device would compile."""
         s = self.state
-        tokens, first, last = jax.device_get((s.tokens, s.prompt_length, s.length))
+        tokens, first, last = fetch((s.tokens, s.prompt_length, s.length))
         return [tokens[slot, first[slot] : last[slot]].tolist() for slot in range(len(self.rows))]
 
     def ended(self) -> list[int]:
         """Returns the slots of the rows that have ended."""
-        reasons = jax.device_get(self.state.reason)
+        reasons = fetch(self.state.reason)
         return [slot for slot, row in enumerate(self.rows) if row is not None and reasons[slot]]  # RUNNING is 0
 
     def over(self) -> bool:
@@ -205,7 +210,7 @@ class Engine:
 
     def results(self) -> list[Result]:
         """Returns one result for each row that has ended, in the order of the slots."""
-        state = jax.device_get(self.state._replace(cache=(), draft=None))
+        state = fetch(self.state._replace(cache=(), draft=None))
         dtype = str(self.target.dtype)
         ended = [(slot, row) for slot, row in enumerate(self.rows) if row is not None and state.reason[slot]]
         results = [row.result(state, slot, self.seconds, self._settings, dtype) for slot, row in ended]
@@ -238,7 +243,7 @@ class Engine:
             raise ValueError(f"a row needs {needed}, and this engine was made for {self.geometry}")
         room = self.geometry.capacity - draft.depth - 1  # what is read in chunks fills it: any number is one program
         prompt = needed.prompt if needed.prompt <= min(chunk, room) else room
-        return dataclasses.replace(self.geometry, batch=1, prompt=prompt)
+        return dataclasses.replace(self.geometry, batch=sizes.groups(self.decoder.target), prompt=prompt)
 
     def _read(self) -> None:
         """Brings the texts up to date; ends the rows that have met a stop string at the token that completes it.
@@ -247,7 +252,7 @@ class Engine:
         """
         if not any(row is not None and row.text is not None for row in self.rows):
             return
-        ids, reasons = self.new_ids(), jax.device_get(self.state.reason)
+        ids, reasons = self.new_ids(), fetch(self.state.reason)
         found = {slot: row.read(ids[slot], int(reasons[slot])) for slot, row in enumerate(self.rows) if row is not None}
         ended = {slot: kept for slot, kept in found.items() if kept is not None}
         if ended:
@@ -262,8 +267,8 @@ class Engine:
 def _cut(state: State, ended: dict[int, int]) -> State:
     """Returns the state with some rows ended after that many new tokens, and the records of their rounds cut."""
     names = ("length", "reason", "rounds", "accept_lengths", "tree_sizes", "emitted")
-    arrays: dict[str, Any] = {name: jax.device_get(getattr(state, name)).copy() for name in names}
-    first = jax.device_get(state.prompt_length)
+    arrays: dict[str, Any] = {name: fetch(getattr(state, name)).copy() for name in names}
+    first = fetch(state.prompt_length)
     for slot, kept in ended.items():
         emitted = cut_rounds(arrays["emitted"][slot].tolist(), kept)
         count = len(emitted)

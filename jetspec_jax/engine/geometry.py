@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -34,7 +34,8 @@ NO_WORDS = Words()
 class Geometry:
     """What makes a program, beside the model: the sizes of a batch, and which options it can serve.
 
-    batch: rows B, a power of two. capacity: cache slots S. nodes: tree nodes T. prompt: prompt slots P.
+    batch: rows B, a power of two or the next multiple of the groups of devices. capacity: cache slots S. nodes: tree
+    nodes T. prompt: prompt slots P.
     ends: end tokens of a row. options: fields of `Sampling` that are there, and `logprobs`.
     """
 
@@ -48,8 +49,9 @@ class Geometry:
 
     @classmethod
     def fit(
-        cls, prompts: Sequence[Sequence[int]], options: Sequence[SamplingConfig], draft: Draft, chunk: int
-    ) -> Geometry:
+        cls, prompts: Sequence[Sequence[int]], options: Sequence[SamplingConfig], draft: Draft, chunk: int,
+        groups: int = 1,
+    ) -> Geometry:  # fmt: skip
         """Returns the sizes that hold these requests.
 
         Args:
@@ -57,6 +59,7 @@ class Geometry:
           options: resolved options of each.
           draft: what will draft for them.
           chunk: prompt tokens that are read at a time.
+          groups: of devices, among which the rows are dealt out.
         """
         spare = draft.depth + 1  # a commit writes so many slots at once
         longest = max(len(ids) + option.max_new_tokens for ids, option in zip(prompts, options, strict=True))
@@ -65,7 +68,7 @@ class Geometry:
         capacity = slots((longest if chunked else max(longest, prompt)) + spare)
         bad = [word for option in options for word in option.bad_words]
         return cls(
-            batch=power(len(prompts)),
+            batch=rows(len(prompts), groups),
             capacity=capacity,
             nodes=draft.nodes,
             prompt=capacity - spare if chunked else prompt,  # any number of chunks is one program
@@ -87,6 +90,16 @@ class Geometry:
             *zip(self.words, other.words, strict=True),
         ]
         return all(own >= needed for own, needed in sizes) and self.options >= other.options
+
+
+def rows(count: int, groups: int = 1) -> int:
+    """Returns the rows of a batch that holds so many, and that so many groups of devices share evenly."""
+    return -(-power(count) // groups) * groups
+
+
+def groups(target: Any) -> int:
+    """Returns among how many groups of devices a target's rows are dealt out."""
+    return getattr(target.backend, "groups", 1)
 
 
 def budget_nodes(budgets: Sequence[int]) -> int:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jetspec_jax.engine import costs
 from jetspec_jax.engine.geometry import Geometry
 from jetspec_jax.engine.programs import program
+from jetspec_jax.engine.spread import fetch
 from jetspec_jax.loop import pacing
 from jetspec_jax.loop.decoder import Decoder
 from jetspec_jax.loop.paced import Pace, aged, paced, paced_recorded
@@ -177,7 +178,7 @@ class Pacer:
 
     def remember(self) -> None:
         """Keeps what rounds have said for the next batch of this process."""
-        _BELIEFS[self._memory] = jax.device_get(self._belief), self._drift
+        _BELIEFS[self._memory] = fetch(self._belief), self._drift
         _BELIEFS.move_to_end(self._memory)
         while len(_BELIEFS) > KEPT:
             _BELIEFS.popitem(last=False)
@@ -188,7 +189,7 @@ class Pacer:
         price = self._price._replace(factor=jnp.array(self._drift.of(sizes), jnp.float32))
         doing = jnp.bool_(self._resting), jnp.float32(self._worked)
         chosen = self._choose(self._belief, price, state.length, state.reason, *doing)
-        found, ran = jax.device_get((chosen, ran))
+        found, ran = fetch((chosen, ran))
         self._next, self._resting = (sizes[int(found.place)], int(found.rounds)), bool(found.resting)
         self._expected = dict(zip(sizes, found.seconds.tolist(), strict=True))
         return int(ran)

@@ -76,6 +76,8 @@ class Slots:
           plan: sizes.
           sets: of options that rows may use together, the cheapest first.
         """
+        if getattr(target, "mesh", None):
+            raise ConfigError("mesh: the server and conversations decode on one device; leave the mesh out")
         trees = draft if isinstance(draft, Trees) else Trees({draft.nodes: draft})
         self.target, self.head, self.plan, self.batch = target, head, plan, 1
         self._kit = Kit(target, head, trees, plan, sets)

@@ -27,6 +27,7 @@ import numpy as np
 
 from jetspec_jax import baseline, command, speculate
 from jetspec_jax.config import SamplingConfig, TreeConfig
+from jetspec_jax.evals import summary
 from jetspec_jax.fields import ConfigError, Option
 from jetspec_jax.files import inputs, pair
 from jetspec_jax.files import prompts as prompt_files
@@ -69,14 +70,12 @@ def pooled(results: Sequence[speculate.Result]) -> dict:
     count = [int((drafted >= k).sum()) for k in range(max(drafted.max(initial=0), 1) + 1)]
     total = max(int(rounds.sum()), 1)
     stopped = np.array([r.finish_reason == "stop" for r in results])
-    draws = np.random.default_rng(0).integers(0, len(results), (2000, len(results)))
-    spread = emitted[draws].sum(1) / np.maximum(rounds[draws].sum(1), 1)
     return {
         "prompts": len(results),
         "rounds": int(rounds.sum()),
         "new_tokens": sum(r.new_tokens for r in results),
         "acceptance_length": float(emitted.sum() / total),
-        "interval_95": [float(x) for x in np.percentile(spread, (2.5, 97.5))],
+        "interval_95": list(summary.interval_95(emitted.tolist(), rounds.tolist())),
         "verified_per_round": sum(sum(r.accept_lengths) for r in results) / total,
         "accepted_per_round": float(drafted.sum() / total),
         "reached": [n / total for n in count[1:]],

@@ -25,7 +25,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import tempfile
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,7 +38,7 @@ from jetspec_jax.drafts.block import BlockDraft
 from jetspec_jax.drafts.dspark import DSparkDraft
 from jetspec_jax.evals import acceptance
 from jetspec_jax.fields import Option
-from jetspec_jax.files import checkpoint, load, pair, text
+from jetspec_jax.files import checkpoint, load, output, pair, text
 from jetspec_jax.layers import vocabulary
 from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.loop.decoder import Decoder, step_recorded
@@ -164,10 +163,9 @@ def write(folder: pathlib.Path, calibration: dict[str, Any]) -> None:
     path = folder / checkpoint.HEAD_META
     meta = dict(text.read_json(path)) if path.is_file() else {}
     content = json.dumps(meta | {"calibration": calibration}, indent=2, sort_keys=True) + "\n"
-    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".jetspec-", delete=False, encoding="utf-8") as file:
-        file.write(content)
-    os.chmod(file.name, (path if path.is_file() else folder / "config.json").stat().st_mode & 0o777)
-    os.replace(file.name, path)
+    with output.whole(path) as unfinished:
+        unfinished.write_text(content, encoding="utf-8")
+        os.chmod(unfinished, (path if path.is_file() else folder / "config.json").stat().st_mode & 0o777)
 
 
 LINE = command.Line(

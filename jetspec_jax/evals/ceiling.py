@@ -172,6 +172,7 @@ LINE = command.Line(
 def main(argv: Sequence[str]) -> int:
     """Runs the command of the module's docstring, and returns its exit status."""
     args = LINE.parse(argv)
+    command.writable("svg", args.svg)
     if args.rows:
         for name in ("a", "c", "n", "one_pass"):
             if name in args.given:

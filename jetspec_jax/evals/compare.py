@@ -4,6 +4,7 @@
         --drafters jetspec=HEAD dflash=HEAD2 ngram --budgets 16 64 --temperatures 0 1
     python -m jetspec_jax.evals.compare --table run.jsonl --svg run.svg
     python -m jetspec_jax.evals.compare --table run.jsonl other.jsonl --overview
+    python -m jetspec_jax.evals.compare --table run.jsonl --against other.jsonl
 
 Each prompt is decoded alone (batch 1), plainly and with every drafter and budget, round robin, after a warm-up that
 compiles; time that compiles never counts. Every request is a line of --out, flushed. The same command goes on where it
@@ -34,7 +35,7 @@ import jax
 from jetspec_jax import baseline, command, speculate
 from jetspec_jax.command import UsageError
 from jetspec_jax.engine import geometry
-from jetspec_jax.evals import chart, drafters, ledger, lost, scorers, summary, tables
+from jetspec_jax.evals import against, chart, drafters, ledger, lost, scorers, summary, tables
 from jetspec_jax.evals.drafters import Entry
 from jetspec_jax.evals.ledger import Key, Ledger, Request
 from jetspec_jax.fields import ConfigError, Option
@@ -197,8 +198,10 @@ def read(target, args, thinking: bool | None) -> list[Set]:
         found: list[Prompt] = []
         gold = scorers.beside(path)
         for row in prompt_files.read(path):
+            if len(found) == args.limit:
+                break
             ids = row.encode(target, thinking)
-            if len(ids) <= args.max_prompt_tokens and len(found) < args.limit:
+            if len(ids) <= args.max_prompt_tokens:
                 found.append(Prompt(len(found), row.id, ids, gold.get(str(row.id))))
         if not found:
             raise ConfigError(f"{path}: no prompt has at most --max_prompt_tokens={args.max_prompt_tokens} tokens")
@@ -243,6 +246,8 @@ LINE = command.Line(
                metavar="FILE.jsonl"),
         Option("overview", "flag", "With --table: tables of all sets beside each other, for each temperature; several "
                "files of one target and the same prompts and options are one comparison.", False),
+        Option("against", "text", "With --table of one file: that comparison against this other one, cell by cell, "
+               "over the prompts that both have.", metavar="FILE.jsonl"),
         Option("svg", "text", "Also draw the figures into this file; of one comparison.", metavar="FILE.svg"),
         command.TARGET,
         Option("drafters", "text", f"Drafters, METHOD or METHOD=HEAD_FOLDER of {', '.join(drafters.METHODS)}; plain "
@@ -273,10 +278,18 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError("give either --prompts and --out, or --table")
     if args.overview and not args.table:
         raise UsageError("--overview: it is of files; give them with --table")
+    if args.table and (more := sorted(args.given - {"table", "overview", "against", "svg"})):
+        raise UsageError(f"--{more[0]} with --table: nothing is decoded; leave it out")
+    if args.against and (len(args.table) != 1 or args.overview or args.svg):
+        raise UsageError("--against: it is of two files; give the first with --table, and nothing else")
     if args.svg and len(args.table) > 1 and not args.overview:
         raise UsageError(
             f"--svg with {len(args.table)} files: it draws one comparison; give one --table, or --overview"
         )
+    command.writable("svg", args.svg)  # before the work, which may take hours
+    if args.against:
+        print(against.markdown(ledger.read(args.table[0]), ledger.read(args.against)))
+        return 0
     if args.table and args.overview:
         found = summary.joined([summary.of(ledger.read(path)) for path in args.table])
         print(tables.overview(found))

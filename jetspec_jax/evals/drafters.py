@@ -13,7 +13,7 @@ import jax
 from jetspec_jax import methods
 from jetspec_jax.command import UsageError
 from jetspec_jax.engine import pacing
-from jetspec_jax.fields import shown
+from jetspec_jax.fields import ConfigError, shown
 from jetspec_jax.methods import METHODS
 from jetspec_jax.options import TreeConfig
 
@@ -114,6 +114,7 @@ def load(named: Sequence[Named], target, demo: bool) -> list[tuple[Named, Any]]:
     from jetspec_jax.files import load as files
 
     found = []
+    heads: dict[str, Any] = {}  # of two methods that draft with one head there is one in memory
     for one in named:
         method = METHODS[one.method]
         if not method.head:
@@ -121,7 +122,10 @@ def load(named: Sequence[Named], target, demo: bool) -> list[tuple[Named, Any]]:
             continue
         if one.source is None and not demo:
             raise UsageError(f"--drafters {one.method}: it needs a head; {EXAMPLE}")
-        head = files.load_head(one.source or demo_pair.head_folder(), target)
+        source = str(one.source or demo_pair.head_folder())
+        if source not in heads:
+            heads[source] = files.load_head(source, target)
+        head = heads[source]
         methods.tree(one.method, TreeConfig(), head)  # refuses another family
         found.append((one, head))
     return found
@@ -133,6 +137,9 @@ def entries(loaded: Sequence[tuple[Named, Any]], budgets: Sequence[int | str]) -
     Trees of the budget "auto" stand alone, for drafters that have such. A chain has as many nodes as the tree beside
     it, or as many as its drafter can draft; it stands once where several trees share it. A method whose tree is a chain
     has that alone.
+
+    Raises:
+      ConfigError: a drafter has no cell, since "auto" is the only budget and it drafts without probabilities.
     """
     found = [NO_DRAFT]
     for one, head in loaded:
@@ -141,10 +148,15 @@ def entries(loaded: Sequence[tuple[Named, Any]], budgets: Sequence[int | str]) -
             tree = method.tree(TreeConfig(), head)
             found.append(Entry(Cell(one.label, one.method, "chain", int(tree.budget or 0)), head, tree))
             continue
+        if all(isinstance(budget, str) for budget in budgets) and not _scored(head):
+            raise ConfigError(
+                f"budgets=auto: {one.label} drafts without probabilities, by which it would be decided; give a number "
+                "too, or leave the drafter out"
+            )
         for budget in budgets:
             tree = method.tree(TreeConfig(budget), head)
             if isinstance(budget, str):
-                if getattr(head.draft, "scored", False):
+                if _scored(head):
                     most = max(pacing.SIZES[jax.default_backend()])
                     found.append(Entry(Cell(one.label, one.method, "auto", most), head, tree))
                 continue
@@ -154,3 +166,7 @@ def entries(loaded: Sequence[tuple[Named, Any]], budgets: Sequence[int | str]) -
             if all(entry.cell != other.cell for other in found):
                 found.append(entry)
     return found
+
+
+def _scored(head) -> bool:
+    return getattr(head.draft, "scored", False)

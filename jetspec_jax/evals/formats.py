@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from jetspec_jax import command
 from jetspec_jax.command import UsageError
 from jetspec_jax.fields import ConfigError, Option, shown
-from jetspec_jax.files import prompts, text
+from jetspec_jax.files import output, prompts, text
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
@@ -145,9 +145,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def write(path: str | Path, rows: list[dict[str, Any]]) -> None:
-    """Writes a jsonl file of the rows."""
-    with open(path, "w", encoding="utf-8") as f:
-        f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    """Writes a jsonl file of the rows, whole or not at all."""
+    output.write(Path(path), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def lay_out(name: str, folder: str | Path, out: Path) -> str:

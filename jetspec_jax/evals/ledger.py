@@ -1,6 +1,6 @@
 """The file of a comparison: its settings in the first line, then one line a request; it can be gone on with.
 
-A line is written whole and flushed, so that whatever ends the command costs at most the request it was at. The last
+A line is written at once, so that whatever ends the command costs at most the request it was at. The last
 line of a file whose writer was killed may be half there; it is cut off before new ones are written.
 """
 
@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import io
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from jetspec_jax.evals.drafters import Cell
 from jetspec_jax.fields import ConfigError, Fields, shown
@@ -149,7 +151,7 @@ class Ledger:
     requests: what it holds. session: number of this start, from 1.
     """
 
-    def __init__(self, file: BinaryIO, run: Run):
+    def __init__(self, file: io.FileIO, run: Run):
         self._file, self.requests = file, run.requests
         self.session = 1 + max((request.session for request in run.requests), default=0)
         self._done = {request.key: request for request in run.requests}
@@ -181,7 +183,7 @@ def opened(path: str | Path, settings: Mapping[str, Any]) -> Iterator[Ledger]:
     if path.exists() and not path.is_file():  # a pipe would wait for its reader
         raise ConfigError(f"out={shown(str(path))}: it is no regular file; name another")
     try:
-        file = open(path, "ab")  # noqa: SIM115  (closed below, with the lock)
+        file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed below, with the lock)
     except OSError as error:
         raise ConfigError(f"out={shown(str(path))}: it cannot be written ({error.strerror}); name another") from None
     with file:
@@ -208,16 +210,37 @@ def same(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """
     for name in [*new, *(name for name in old if name not in new)]:
         if name != "target" and old.get(name) != new.get(name):
+            where, was, now = parted(name, old.get(name), new.get(name))
             raise ConfigError(
-                f"{path}: begun with {name}={shown(old.get(name))}, now {shown(new.get(name))}; "
-                "give what it was, or name another --out"
+                f"{path}: begun with {where}={shown(was)}, now {shown(now)}; give what it was, or name another --out"
             )
+
+
+def parted(name: str, old: Any, new: Any) -> tuple[str, Any, Any]:
+    """Returns the first part in which two values of a setting differ: its name, and both.
+
+    Of tables and lists of lists a part is named, since what a message has room for may be equal in both.
+    """
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        key = next(key for key in (*new, *old) if (key in old, old.get(key)) != (key in new, new.get(key)))
+        return parted(f"{name}.{key}", old.get(key), new.get(key))
+    if isinstance(old, list) and isinstance(new, list) and any(isinstance(x, list) for x in (*old, *new)):
+        at = next(i for i, (a, b) in enumerate(itertools.zip_longest(old, new)) if a != b)
+        item = lambda values: values[at] if at < len(values) else None
+        return f"{name}[{at}]", item(old), item(new)
+    return name, old, new
 
 
 def _encoded(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode() + b"\n"
 
 
-def _write(file: BinaryIO, line: bytes) -> None:
-    file.write(line)
-    file.flush()
+def _write(file: io.FileIO, line: bytes) -> None:
+    """Writes a line; without a buffer, so that a full disk is told once and here."""
+    try:
+        while line:
+            line = line[file.write(line) :]
+    except OSError as error:
+        raise ConfigError(
+            f"{file.name}: it cannot be written ({error.strerror}); make room, then the same command goes on"
+        ) from None

@@ -44,7 +44,7 @@ def kinds(rule: Rule, choice: Choice, done: Round) -> Int[Array, " B"]:
     row = jnp.minimum(accepted.count, depth) - 1  # of the first depth that is not on the path
     among = jnp.take_along_axis(candidates, row[:, None, None], 1)[:, 0]
     right = jnp.take_along_axis(accepted.tokens, accepted.count[:, None] - 1, 1)
-    there = tree.valid() & (tree.depths == accepted.count[:, None]) & (tree.tokens == right)
+    there = (tree.depths == accepted.count[:, None]) & (tree.tokens == right)  # padding is as deep as the root
     missed = jnp.where((among == right).any(1), NOT_BUILT, NO_CANDIDATE)
     found = jnp.where(there.any(1), WRONG_PARENT, missed)
     return jnp.where(accepted.count > depth, NOTHING, found).astype(jnp.int32)

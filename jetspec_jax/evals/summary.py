@@ -12,11 +12,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jetspec_jax.evals.drafters import NO_DRAFT, Cell
-from jetspec_jax.evals.ledger import Request, Run
-from jetspec_jax.fields import ConfigError
+from jetspec_jax.evals.ledger import Request, Run, parted
+from jetspec_jax.fields import ConfigError, shown
 
 BINS = (256, 512, 1024, 2048, 4096)
+TOTAL = "all sets"
 
 
 class Figures(NamedTuple):
@@ -30,6 +33,7 @@ class Figures(NamedTuple):
     tokens_per_second: float | None  # of decoding, pooled
     acceptance: float | None  # tokens a round gave out, pooled over rounds
     acceptance_mean: float | None  # the mean over prompts
+    interval_95: tuple[float, float] | None  # of acceptance, over prompts
     reached: list[float]  # share of all rounds that accepted at least 1, 2, ... drafted tokens
     conditional: list[float | None]  # of those rounds that accepted the one before; None where no round did
     kept: tuple[int, int]  # drafted tokens that were accepted; and rounds that ended before the last drafted depth
@@ -78,26 +82,25 @@ def of(run: Run) -> Summary:
     """
     sets, temperatures, cells = grid(run.settings)
     plain = _by(run.requests, NO_DRAFT.cell)
-    groups = []
-    for name, wanted in sets.items():
+    chains = {cell: _by(run.requests, chain_of(cell, cells)) for cell in cells}
+
+    def every(name: str, wanted: int, rows: Sequence[Request]) -> list[Group]:
+        """A group for each temperature and cell of these requests."""
+        found = []
         for temperature, cell in itertools.product(temperatures, cells):
-            rows = [r for r in run.requests if (r.set, r.temperature, r.cell) == (name, temperature, cell)]
-            found = figures(rows, plain, _by(run.requests, chain_of(cell, cells))) if rows else None
-            groups.append(Group(name, temperature, cell, wanted, found))
+            own = [r for r in rows if (r.temperature, r.cell) == (temperature, cell)]
+            found.append(Group(name, temperature, cell, wanted, figures(own, plain, chains[cell]) if own else None))
+        return found
+
+    groups: list[Group] = []
     lengths: dict[str, list[Group]] = {}
+    for name, wanted in sets.items():
+        groups += every(name, wanted, [r for r in run.requests if r.set == name])
     counted = Counter(bin_of(n) for n in {(r.set, r.prompt): r.prompt_tokens for r in run.requests}.values())
     for label in filter(counted.get, BIN_NAMES):
-        lengths[label] = []
-        for temperature, cell in itertools.product(temperatures, cells):
-            rows = [r for r in run.requests if (r.temperature, r.cell) == (temperature, cell)]
-            rows = [r for r in rows if bin_of(r.prompt_tokens) == label]
-            found = figures(rows, plain, _by(run.requests, chain_of(cell, cells))) if rows else None
-            lengths[label].append(Group("all sets", temperature, cell, counted[label], found))
-    totals = []
-    for temperature, cell in itertools.product(temperatures, cells):
-        rows = [r for r in run.requests if (r.temperature, r.cell) == (temperature, cell)]
-        found = figures(rows, plain, _by(run.requests, chain_of(cell, cells))) if rows else None
-        totals.append(Group("all sets", temperature, cell, sum(sets.values()), found))
+        rows = [r for r in run.requests if bin_of(r.prompt_tokens) == label]
+        lengths[label] = every(TOTAL, counted[label], rows)
+    totals = every(TOTAL, sum(sets.values()), run.requests)
     told = [r.peak_bytes for r in run.requests if r.peak_bytes is not None]
     sessions = len({r.session for r in run.requests})
     return Summary(run.settings, groups, lengths, sessions, max(told, default=None), totals)
@@ -114,8 +117,10 @@ def joined(found: Sequence[Summary]) -> Summary:
         for name in SAME:
             own, its = _said(first, name), _said(other, name)
             if own != its:
-                a, b = (str(value)[:60] for value in (own, its))
-                raise ConfigError(f"files of different {name}, {a} and {b}; give those of one comparison")
+                where, a, b = parted(name, own, its)
+                raise ConfigError(
+                    f"files of different {where}, {shown(a)} and {shown(b)}; give those of one comparison"
+                )
     seen: dict[tuple[str, float, Cell], Group] = {}
     for one in found:
         for group in one.groups:
@@ -124,15 +129,26 @@ def joined(found: Sequence[Summary]) -> Summary:
                 raise ConfigError(f"{group.cell} of {group.set} is in two files; give one of them")
             seen.setdefault(key, group)
     every = sorted(seen.values(), key=lambda g: (g.temperature, list(first.settings["sets"]).index(g.set)))
-    totals: dict[tuple[float, Cell], Group] = {}
-    for total in itertools.chain.from_iterable(one.totals for one in found):
-        totals.setdefault((total.temperature, total.cell), total)
+    totals = _first_of(one.totals for one in found)
+    lengths = {}
+    for label in (name for name in BIN_NAMES if any(name in one.lengths for one in found)):
+        some = _first_of(one.lengths.get(label, []) for one in found)
+        most = max(group.wanted for group in some)  # a file knows the lengths of those prompts alone that it decoded
+        lengths[label] = [group._replace(wanted=most) for group in some]
     heats = sorted({float(t) for one in found for t in one.settings["sampling"]["temperature"]})
     settings = first.settings | {"sampling": {**first.settings["sampling"], "temperature": heats}}
     told = [one.peak_bytes for one in found if one.peak_bytes is not None]
     return Summary(
-        settings, every, {}, sum(one.sessions for one in found), max(told, default=None), list(totals.values()),
+        settings, every, lengths, sum(one.sessions for one in found), max(told, default=None), totals,
     )  # fmt: skip
+
+
+def _first_of(found: Iterable[Sequence[Group]]) -> list[Group]:
+    """Returns the groups of several comparisons, plain decoding once for each temperature: that of the first."""
+    kept: dict[tuple[float, Cell], Group] = {}
+    for group in itertools.chain.from_iterable(found):
+        kept.setdefault((group.temperature, group.cell), group)
+    return list(kept.values())
 
 
 def _said(found: Summary, name: str) -> Any:
@@ -170,6 +186,19 @@ def depths(accepted: Sequence[int], depth: int) -> tuple[list[float], list[float
     count = [sum(n >= k for n in accepted) for k in range(depth + 1)]
     before = itertools.pairwise(count)
     return [n / max(count[0], 1) for n in count[1:]], [_ratio(after, first) for first, after in before]
+
+
+def interval_95(emitted: Sequence[int], rounds: Sequence[int]) -> tuple[float, float]:
+    """Returns the 95 % interval of the pooled acceptance length, a bootstrap over prompts.
+
+    Args:
+      emitted: tokens that the rounds of each prompt gave out.
+      rounds: of each prompt.
+    """
+    draws = np.random.default_rng(0).integers(0, len(rounds), (2000, len(rounds)))
+    spread = np.array(emitted)[draws].sum(1) / np.maximum(np.array(rounds)[draws].sum(1), 1)
+    low, high = np.percentile(spread, (2.5, 97.5))
+    return float(low), float(high)
 
 
 def chain_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
@@ -230,6 +259,7 @@ def figures(rows: Sequence[Request], plain: Others, chain: Others) -> Figures:
         speedup_mean=_mean(_pace(p) / _pace(r) for r, p in both),
         tokens_per_second=_ratio(sum(n for _, n in seconds if n > 0), decode),
         acceptance=acceptance,
+        interval_95=interval_95([sum(r.emitted) for r in rows], [r.rounds for r in rows]) if rounds else None,
         acceptance_mean=_mean(sum(r.emitted) / r.rounds for r in rows if r.rounds),
         reached=reached,
         conditional=conditional,

@@ -54,6 +54,8 @@ def overview(found: Summary) -> str:
                 rows.append([str(total.cell), *cells, _told(total, name), *_beside(total.figures, name)])
             more = BESIDE if name == "speedup" else ()
             parts += [f"### {title}, T {heat:g}", table(["cell", *sets, "all sets", *more], rows)]
+        if len(found.lengths) > 1:
+            parts += [f"### Acceptance length by prompt tokens, all sets, T {heat:g}", _by_length(found, heat), LENGTHS]
         told = [g for g in totals if g.figures and g.figures.lost]
         if told:
             rows = [[str(g.cell), *_kinds(g.figures)] for g in told]
@@ -65,6 +67,26 @@ BESIDE = ("tokens/s", "ms a round", "over own chain", "efficiency", "beside plai
 OVERVIEW = """\
 A figure in brackets lacks some of the prompts that were asked for, and a dash all of them. Each run is compared with
 its own plain decoding; that of the first one is shown."""
+
+
+LENGTHS = "Pooled over rounds, with its 95 % interval over prompts (bootstrap)."
+
+
+def _by_length(found: Summary, heat: float) -> str:
+    """Rows of drafted cells, columns of bins; a figure lacks prompts as in the other tables."""
+    by = {(name, g.cell): g for name, some in found.lengths.items() for g in some if g.temperature == heat}
+    cells = [g.cell for g in found.totals if g.temperature == heat and g.cell.shape != "plain"]
+    counts = [f"{name} ({max(g.wanted for g in some)} prompts)" for name, some in found.lengths.items()]
+
+    def shown(group: Group | None) -> str:
+        f = group.figures if group else None
+        if f is None or f.interval_95 is None:
+            return "-"
+        low, high = f.interval_95
+        return f"{_told(group, 'acceptance')} [{low:.2f}, {high:.2f}]"
+
+    rows = [[str(cell), *(shown(by.get((name, cell))) for name in found.lengths)] for cell in cells]
+    return table(["cell", *counts], rows)
 
 
 def _told(group: Group | None, name: str) -> str:

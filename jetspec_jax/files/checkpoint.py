@@ -28,6 +28,7 @@ from jetspec_jax.drafts import families
 from jetspec_jax.fields import ConfigError, Fields, shown
 from jetspec_jax.files import text
 from jetspec_jax.models import names as published
+from jetspec_jax.models import sharding
 from jetspec_jax.models.names import Fusion
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -56,12 +57,13 @@ def assemble(
     shapes: dict[str, Any],
     where: str,
     warn: Callable[[str], None] = lambda line: None,
-    place: Callable[[np.ndarray], jax.Array] = jax.device_put,
+    lies: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Fills `shapes` (parameters as ShapeDtypeStruct) from `source`, one parameter on the host at a time.
 
     Args:
-      place: puts one finished array on the device or devices.
+      lies: how each parameter lies on several devices, a tree of NamedSharding; then one device's part of a parameter
+        is on the host at a time, where the source can read parts. None is one device.
 
     Raises:
       ConfigError: tensors are missing or have another shape; nothing has been read then.
@@ -85,23 +87,31 @@ def assemble(
         tied = " (tie_word_embeddings is true: the embedding is the lm_head)" if "lm_head.weight" in unknown else ""
         warn(f"{where}: {_count(unknown)} not used: {_list(unknown)}{tied}")
 
-    def fill(fusion: Fusion, shape) -> jax.Array:
-        whole = fusion.join(source.read)
-        if np.issubdtype(whole.dtype, np.integer) != np.issubdtype(shape.dtype, np.integer):
-            need = "whole numbers are needed" if np.issubdtype(shape.dtype, np.integer) else ONLY_FLOATS
-            raise ConfigError(f"{where}: {fusion.names()[0]} is stored as {whole.dtype}; {need}")
-        with np.errstate(over="ignore"):  # said below
-            cast = whole.astype(shape.dtype)
-        if np.issubdtype(shape.dtype, np.integer) and not (cast == whole).all():
-            odd = whole[cast != whole].flat[0]
-            raise ConfigError(f"{where}: {fusion.names()[0]} holds {odd}, which is out of {shape.dtype}'s range")
-        if (
-            shape.dtype == np.float16 and not (np.isfinite(cast) == np.isfinite(whole)).all()
-        ):  # else it was broken before
-            raise ConfigError(f"{where}: {fusion.names()[0]} does not fit float16; use dtype bfloat16 or float32")
-        return place(cast)
+    def fill(fusion: Fusion, shape, to=None) -> jax.Array:
+        if to is None:
+            return jax.device_put(_cast(fusion.join(source.read), fusion, shape.dtype, where))
+        cut = getattr(source, "part", None)
+        if cut is None:
+            whole = _cast(fusion.join(source.read), fusion, shape.dtype, where)
+            return sharding.placed(shape.shape, to, lambda part: whole[part])
+        return sharding.placed(shape.shape, to, lambda part: _cast(fusion.part(cut, part), fusion, shape.dtype, where))
 
-    return jax.tree.map(fill, fusions, shapes, is_leaf=leaf)
+    return jax.tree.map(fill, fusions, shapes, *([] if lies is None else [lies]), is_leaf=leaf)
+
+
+def _cast(whole: np.ndarray, fusion: Fusion, dtype: np.dtype, where: str) -> np.ndarray:
+    """Returns what was read in the dtype of its parameter; raises ConfigError where it does not fit."""
+    if np.issubdtype(whole.dtype, np.integer) != np.issubdtype(dtype, np.integer):
+        need = "whole numbers are needed" if np.issubdtype(dtype, np.integer) else ONLY_FLOATS
+        raise ConfigError(f"{where}: {fusion.names()[0]} is stored as {whole.dtype}; {need}")
+    with np.errstate(over="ignore"):  # said below
+        cast = whole.astype(dtype)
+    if np.issubdtype(dtype, np.integer) and not (cast == whole).all():
+        odd = whole[cast != whole].flat[0]
+        raise ConfigError(f"{where}: {fusion.names()[0]} holds {odd}, which is out of {dtype}'s range")
+    if dtype == np.float16 and not (np.isfinite(cast) == np.isfinite(whole)).all():  # else it was broken before
+        raise ConfigError(f"{where}: {fusion.names()[0]} does not fit float16; use dtype bfloat16 or float32")
+    return cast
 
 
 def need(source: Source, fusions: dict[str, Any], where: str) -> None:
@@ -206,11 +216,19 @@ class Folder:
         return {"F64": "float64", "F32": "float32", "F16": "float16"}.get(stored, "bfloat16")
 
     def read(self, name: str) -> np.ndarray:
+        self._check(name)
+        return self._opened[self._home[name]].get_tensor(name)
+
+    def part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Returns a part of one tensor; the rest of it is not read."""
+        self._check(name)
+        return self._opened[self._home[name]].get_slice(name)[index]
+
+    def _check(self, name: str) -> None:
         path = self._home[name]
         stored = self._opened[path].get_slice(name).get_dtype()
         if stored not in (*FLOATS, *WHOLES):
             raise ConfigError(f"{path}: {name} is stored as {stored}; {ONLY_FLOATS}")
-        return self._opened[path].get_tensor(name)
 
 
 def _instead(folder: pathlib.Path) -> str:

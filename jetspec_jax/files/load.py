@@ -18,9 +18,10 @@ from jetspec_jax.drafts import families
 from jetspec_jax.drafts.block import BlockDraft
 from jetspec_jax.fields import ConfigError, Fields, shown
 from jetspec_jax.files import cache_folder, checkpoint, pair, scorer_file, text, tokenizer, xla
+from jetspec_jax.files import mesh as on_mesh
 from jetspec_jax.files.gguf_file import GGUF
 from jetspec_jax.files.pair import LoadedHead, LoadedTarget
-from jetspec_jax.models import names, qwen3
+from jetspec_jax.models import names, qwen3, sharding
 from jetspec_jax.options import DTYPES
 
 __all__ = ["DTYPES", "LoadedHead", "LoadedTarget", "find", "load_drafter", "load_head", "load_target"]
@@ -29,7 +30,12 @@ HUB_FILES = ["*.safetensors", "*.json", "merges.txt", "vocab.txt", "tokenizer.mo
 
 
 def load_target(
-    source: str | os.PathLike, dtype: str | None = None, backend: str = "auto", *, attention: str | None = None
+    source: str | os.PathLike,
+    dtype: str | None = None,
+    backend: str = "auto",
+    *,
+    attention: str | None = None,
+    mesh: str | Mapping[str, int] | jax.sharding.Mesh | None = None,
 ) -> LoadedTarget:
     """Loads a target, and from then on keeps compiled programs between processes (`cache_folder.keep_programs`).
 
@@ -38,14 +44,18 @@ def load_target(
       dtype: float32, bfloat16 or float16; None keeps the file's. A GGUF file is read as f32 on a CPU, else bfloat16.
       backend: auto, xla, cudnn or pallas, for this target and its heads; auto is the fastest that was measured.
       attention: the same under its old name.
+      mesh: devices that share the work, as "data=2,model=4", the same as a dict, or a mesh of jax with these axes
+        (docs/devices.md); of more devices than it has, it takes the first. Each reads its part of the weights alone.
 
     Raises:
-      ConfigError: something is wrong with the files, by name, or this device cannot run that backend.
+      ConfigError: something is wrong with the files, by name, or this device cannot run that backend, or the mesh
+        cannot be had or cannot split this target.
     """
     begin = time.perf_counter()
     if dtype is not None:
         _dtype(dtype)
     xla.check_device()
+    devices = None if mesh is None else sharding.mesh_of(mesh)
     cache_folder.keep_programs()
     path = find(source)
     if path.is_file():
@@ -68,11 +78,13 @@ def load_target(
         native = config.dtype or folder.dtype
     dtype = dtype or _dtype(native, f"{where}: ")
     computed = resolve(attention or backend, dtype, config.head_dim)
+    computed = computed if devices is None else on_mesh.backend(computed, devices, config)
     checkpoint.need_layers(tensors, "model.layers.", config.num_layers, where)
     fusions = names.of_target(config)
     checkpoint.need(tensors, fusions, str(path))
     model, shapes = qwen3.build(config, checkpoint.numpy_dtype(dtype), computed)
-    params = checkpoint.assemble(tensors, fusions, shapes, str(path), _warn)
+    lies = None if devices is None else sharding.decoding(shapes, devices, config)
+    params = checkpoint.assemble(tensors, fusions, shapes, str(path), _warn, lies)
     jax.block_until_ready(params)
     return LoadedTarget(
         model, params, config, dtype, eos, str(source), checkpoint.fingerprint(files), time.perf_counter() - begin,
@@ -81,7 +93,8 @@ def load_target(
 
 
 def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
-    """Loads a draft head in the format of its family and checks that it fits `target`; computed in the target's dtype.
+    """Loads a draft head in the format of its family and checks that it fits `target`; computed in the target's dtype,
+    on the target's devices.
 
     Raises:
       ConfigError: something is wrong with the files, the family is none of ours, or a size differs from the target's;
@@ -108,18 +121,19 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
         _warn(f"{path}: {', '.join(tensors.borrowed)} ignored; a head borrows the target's")
     fusions = family.names(config)
     checkpoint.need(tensors, fusions, str(path))
-    rank = scorer_file.rank(path)
+    rank, width = scorer_file.sizes(path)
     if rank:
         if type(config) is not HeadConfig:
             raise ConfigError(
                 f"{path / scorer_file.FOLDER}: a {family.name} head has no use for a scorer; move it away"
             )
-        config = dataclasses.replace(config, scorer_rank=rank)
+        config = dataclasses.replace(config, scorer_rank=rank, scorer_width=width)
     draft, shapes = family.build(config, checkpoint.numpy_dtype(target.dtype), target.model.backend)
-    shapes.pop("scorer", None)
-    params = checkpoint.assemble(tensors, fusions, shapes, str(path), _warn)
-    if rank:
-        params["scorer"] = scorer_file.read(path, config.hidden_size, rank, checkpoint.numpy_dtype(target.dtype))
+    beside = shapes.pop("scorer", None)
+    lies = sharding.drafting(shapes, target.mesh, config) if target.mesh else None
+    params = checkpoint.assemble(tensors, fusions, shapes, str(path), _warn, lies)
+    if beside:
+        params["scorer"] = on_mesh.repeated(scorer_file.read(path, beside), target.mesh)
     wrong = family.check(config, params) if family.check else None
     if wrong:
         raise ConfigError(f"{path}: {wrong}")
@@ -151,7 +165,7 @@ def load_drafter(name: str, target: LoadedTarget, config: Any = None) -> LoadedH
         known = ", ".join(row.name for row in families.FAMILIES if row.reads is None)
         raise ConfigError(f"drafter={shown(name)}: no drafter without a head; there are: {known}")
     draft, params = family.build(config, checkpoint.numpy_dtype(target.dtype), target.model.backend)
-    return LoadedHead(draft, params, None, name, {}, 0.0, target.fingerprint, name)
+    return on_mesh.head_on(LoadedHead(draft, params, None, name, {}, 0.0, target.fingerprint, name), target)
 
 
 def _end_tokens(folder: pathlib.Path, config: ModelConfig) -> tuple[int, ...]:
@@ -195,7 +209,7 @@ class _WithoutBorrowed:
         copies = {n for n in spare if inner.shapes.get(n) == sizes}
         self.borrowed = sorted(n for n in inner.shapes if n in checkpoint.BORROWED and n not in {*keeps, *copies})
         self.shapes = {n: s for n, s in inner.shapes.items() if n not in self.borrowed and n not in spare}
-        self.read = inner.read
+        self.read, self.part = inner.read, inner.part
 
 
 def find(source: str | os.PathLike) -> pathlib.Path:

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import jax
+
 from jetspec_jax.config import HeadConfig, ModelConfig
 from jetspec_jax.drafts import families
 from jetspec_jax.fields import ConfigError, Fields, shown, switch
@@ -36,6 +38,11 @@ class LoadedTarget:
     fingerprint: str
     seconds: float  # that loading took
     _tokenizer: Any = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh | None:
+        """The devices that share the work; None is one device."""
+        return getattr(self.model.backend, "mesh", None)
 
     @functools.cached_property
     def tokenizer(self) -> tokenizer.Tokenizer | None:

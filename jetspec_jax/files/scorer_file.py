@@ -1,7 +1,9 @@
 """The scorer of a head on disk: a folder in the head's, which engines that know the published format pass over.
 
-HEAD/scorer/config.json         {"version": 1, "kind": "embeddings", "rank": R, "head_fingerprint": ...}
+HEAD/scorer/config.json         {"version": 1, "kind": "product", "rank": R, "head_fingerprint": ...}
 HEAD/scorer/model.safetensors   parent, gate, child, each [E, R]
+
+or kind "swiglu" with "width": I, and slot, parent [E, 2 I], down [I, R], child [E, R].
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,47 +18,46 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jetspec_jax.config import MOST_SIZE
-from jetspec_jax.drafts import scorer
 from jetspec_jax.fields import ConfigError, Fields, shown
 from jetspec_jax.files import checkpoint, text
 
-FOLDER, VERSION, KIND = "scorer", 1, "embeddings"
+FOLDER, VERSION, KINDS = "scorer", 1, ("product", "swiglu")
 
 
-def rank(head: pathlib.Path) -> int:
-    """Returns the rank of the scorer in a head's folder, 0 where there is none.
+def sizes(head: pathlib.Path) -> tuple[int, int]:
+    """Returns rank and width of the scorer in a head's folder, as `config.HeadConfig` has them; 0, 0: there is none.
 
     Raises:
       ConfigError: it is of another version or kind, or belongs to another head.
     """
     path = head / FOLDER / "config.json"
     if not path.is_file():
-        return 0
+        return 0, 0
     fields = Fields(text.read_json(path), str(path))
-    if fields.whole("version", 0) != VERSION or fields.text("kind") != KIND:
+    kind = fields.text("kind")
+    if fields.whole("version", 0) != VERSION or kind not in KINDS:
         found = f"version {shown(fields.raw.get('version'))}, kind {shown(fields.raw.get('kind'))}"
-        raise ConfigError(f"{path}: {found}; known is version {VERSION}, {KIND}; move {path.parent} away")
+        raise ConfigError(f"{path}: {found}; known is version {VERSION}, {' or '.join(KINDS)}; move {path.parent} away")
     found, own = fields.text("head_fingerprint"), checkpoint.fingerprint(checkpoint.Folder(head).files)
     if found != own:
         raise ConfigError(f"{path}: the scorer of another head ({found}, this one is {own}); move {path.parent} away")
-    return fields.whole("rank", 1, MOST_SIZE)
+    width = fields.whole("width", 1, MOST_SIZE) if kind == "swiglu" else 0
+    return fields.whole("rank", 1, MOST_SIZE), width
 
 
-def read(head: pathlib.Path, width: int, size: int, dtype: Any) -> dict[str, jax.Array]:
+def read(head: pathlib.Path, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """Returns the parameters of a scorer.
 
     Args:
       head: folder of the head.
-      width: hidden size E.
-      size: rank R, as `rank` says it.
-      dtype: of the parameters.
+      shapes: of the parameters, as `drafts.scorer.shapes` has them.
 
     Raises:
       ConfigError: a tensor is missing or has another shape.
     """
     folder = checkpoint.Folder(head / FOLDER)
     found = {}
-    for name, shape in scorer.shapes(width, size, dtype).items():
+    for name, shape in shapes.items():
         stored = folder.shapes.get(name)
         if stored is None or tuple(stored) != shape.shape:
             there = "is missing" if stored is None else f"has shape {list(stored)}"
@@ -72,5 +72,6 @@ def save(head: str | os.PathLike, params: dict[str, jax.Array]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: np.asarray(x) for name, x in params.items()}, folder / "model.safetensors", {"format": "pt"})
     made_for = checkpoint.fingerprint(checkpoint.Folder(pathlib.Path(head)).files)
-    said = {"version": VERSION, "kind": KIND, "rank": params["child"].shape[1], "head_fingerprint": made_for}
+    inner = {"kind": "swiglu", "width": params["down"].shape[0]} if "down" in params else {"kind": "product"}
+    said = {"version": VERSION} | inner | {"rank": params["child"].shape[1], "head_fingerprint": made_for}
     (folder / "config.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")

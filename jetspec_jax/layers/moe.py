@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jetspec_jax.layers.numerics import einsum, precision
+
+
+def choose(
+    x: Float[Array, "R E"], router: Float[Array, "E X"], experts_per_token: int, normalize_top_k: bool
+) -> tuple[Float[Array, "R k"], Int[Array, "R k"]]:
+    """Returns weights and ids of each row's experts, the most probable first; arguments of `feed_forward`."""
+    probability = jax.nn.softmax(einsum("re,ex->rx", x, router, jnp.float32), axis=-1)
+    weight, expert = jax.lax.top_k(probability, experts_per_token)
+    return (weight / weight.sum(-1, keepdims=True) if normalize_top_k else weight), expert
 
 
 def feed_forward(
     x: Float[Array, "B T E"],
     router: Float[Array, "E X"],
-    gate_up: Float[Array, "X E 2 F"],
-    down: Float[Array, "X F E"],
+    gate_up: Float[Array, "Y E 2 F"],
+    down: Float[Array, "Y F E"],
     experts_per_token: int,
     normalize_top_k: bool,
+    first: int | Int[Array, ""] = 0,
 ) -> Float[Array, "B T E"]:
     """Returns what the chosen SwiGLU experts of Qwen3-MoE make of each row, weighed by the router.
 
@@ -29,17 +39,18 @@ def feed_forward(
       down: of each expert.
       experts_per_token: experts that a row is sent to.
       normalize_top_k: whether their weights are made to sum to one.
+      first: where only Y of all X experts are given, which is the first of them; what the others make is left out.
     """
     batch, rows, hidden = x.shape
     flat = x.reshape(-1, hidden)
-    probability = jax.nn.softmax(einsum("re,ex->rx", flat, router, jnp.float32), axis=-1)
-    weight, expert = jax.lax.top_k(probability, experts_per_token)
-    if normalize_top_k:
-        weight = weight / weight.sum(-1, keepdims=True)
-
+    weight, expert = choose(flat, router, experts_per_token, normalize_top_k)
+    count = len(gate_up)
+    if count < router.shape[1]:  # rows of the other experts come last, in no group
+        here = (expert >= first) & (expert < first + count)
+        weight, expert = jnp.where(here, weight, 0), jnp.where(here, expert - first, count)
     order = jnp.argsort(expert.reshape(-1), stable=True)  # routed rows, grouped by expert
     source = order // experts_per_token
-    sizes = jnp.bincount(expert.reshape(-1), length=router.shape[1]).astype(jnp.int32)
+    sizes = jnp.bincount(expert.reshape(-1), length=count).astype(jnp.int32)
 
     def ragged(a, w):
         wide = jax.lax.ragged_dot(a, w, sizes, precision=precision(a.dtype), preferred_element_type=jnp.float32)
@@ -47,6 +58,8 @@ def feed_forward(
 
     gate, up = jnp.split(ragged(flat[source], gate_up.reshape(*gate_up.shape[:2], -1)), 2, axis=-1)
     out = ragged(jax.nn.silu(gate) * up, down)
+    if count < router.shape[1]:
+        out = jnp.where(jnp.arange(len(out))[:, None] < sizes.sum(), out, 0)
     # Back in the order of the rows, so that each adds its experts in one fixed order: a scatter would add them in any.
     out = out[jnp.argsort(order)].reshape(-1, experts_per_token, hidden).astype(jnp.float32)
     return (out * weight[..., None]).sum(1).astype(x.dtype).reshape(batch, rows, hidden)

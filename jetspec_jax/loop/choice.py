@@ -141,7 +141,7 @@ def choose(sampling: Sampling, past: Past, ended: Bool[Array, " B"], depth: int,
 def noise_rows(sampling: Sampling, first: Int[Array, " B"], span: int, vocab_size: int) -> Float[Array, "B R V"]:
     """Draws the noise of the R = `span` positions from `first` on of every row; zeros for greedy rows."""
     if sampling.temperature is None:
-        return jnp.zeros((first.size, span, vocab_size))
+        return jnp.zeros((first.size, span, vocabulary.held(vocab_size)))
     positions = first[:, None] + jnp.arange(span)
     rows = jax.vmap(jax.vmap(vocabulary.gumbel, (None, 0, None)), (0, 0, None))(sampling.seed, positions, vocab_size)
     return jnp.where(sampling.greedy[:, None, None], 0.0, rows)

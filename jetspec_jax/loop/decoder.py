@@ -297,7 +297,7 @@ def commit(state: State, accepted: Accepted, logits: jax.Array) -> tuple[State, 
     kept = jnp.minimum(accepted.count, state.limit - state.length)
     ends = (tokens[:, :, None] == state.eos[:, None, :]).any(-1) & (at < kept[:, None])
     kept = jnp.where(ends.any(1), jnp.argmax(ends, 1) + 1, kept)
-    won = jax.vmap(lambda x, n, c: x[n, c])(logits, accepted.path, tokens)
+    won = vocabulary.chosen(logits, accepted.path, tokens)
     broken = (~jnp.isfinite(won) & (at < kept[:, None])).any(1)
     kept = jnp.where(state.done | broken, 0, kept).astype(jnp.int32)
     length = state.length + kept

@@ -96,15 +96,17 @@ def committed(past: Past, sampling: Sampling, vocab_size: int) -> Counts | None:
     at = jnp.arange(past.tokens.shape[1])
     seen = at < past.length[:, None]
     made = seen & (at >= past.prompt_length[:, None])
-    count = jax.vmap(lambda tokens, mask: jnp.zeros((1, vocab_size), jnp.int32).at[0, tokens].add(mask))
-    return Counts(count(past.tokens, seen.astype(jnp.int32)), count(past.tokens, made.astype(jnp.int32)))
+    held = vocabulary.held(vocab_size)
+    place = vocabulary.slot(past.tokens, held)
+    count = jax.vmap(lambda tokens, mask: jnp.zeros((1, held), jnp.int32).at[0, tokens].add(mask))
+    return Counts(count(place, seen.astype(jnp.int32)), count(place, made.astype(jnp.int32)))
 
 
 def along(counts: Counts | None, path: Int[Array, "B R"]) -> Counts | None:
     """Counts what is there before the choice at each node of a path; path[:, 0] is the anchor, committed already."""
     if counts is None:
         return None
-    rows = path.shape[1]
+    rows, path = path.shape[1], vocabulary.slot(path, counts.seen.shape[-1])
     above = jnp.tril(jnp.ones((rows, rows), jnp.int32)).at[:, 0].set(0)
     add = jax.vmap(lambda count, p: jnp.tile(count, (rows, 1)).at[jnp.arange(rows)[:, None], p[None]].add(above))
     return Counts(add(counts.seen, path), add(counts.made, path))
@@ -115,7 +117,8 @@ def bias_and_penalties(
 ) -> Float[Array, "B R V"]:
     """Returns logits with bias and penalties."""
     if sampling.bias is not None:
-        token = jnp.where(sampling.bias.token < 0, logits.shape[-1], sampling.bias.token)  # padding is dropped
+        held = logits.shape[-1]
+        token = jnp.where(sampling.bias.token < 0, held, vocabulary.slot(sampling.bias.token, held))  # padding: dropped
         row = jax.vmap(lambda t, v: jnp.zeros(logits.shape[-1]).at[t].add(v, mode="drop"))(token, sampling.bias.value)
         logits = logits + row[:, None]
     if counts is not None and sampling.penalties is not None:
@@ -128,7 +131,8 @@ def bias_and_penalties(
 
 def ban(logits: Float[Array, "B R V"], token: Int[Array, "B R n"], hit: Bool[Array, "B R n"]) -> Float[Array, "B R V"]:
     """Returns logits with -inf at each token that is hit; negative tokens are padding."""
-    token = jnp.where(hit & (token >= 0), token, logits.shape[-1])
+    held = logits.shape[-1]
+    token = jnp.where(hit & (token >= 0), vocabulary.slot(token, held), held)
     return jax.vmap(jax.vmap(lambda row, t: row.at[t].set(-jnp.inf, mode="drop")))(logits, token)
 
 
@@ -184,16 +188,16 @@ def keep(scores: Float[Array, "*rows V"], sampling: Sampling) -> Float[Array, "*
     if not sampling.filters:
         return scores
     row = lambda x: jnp.broadcast_to(x[:, None], scores.shape[:-1])
-    best = scores.max(-1)
+    best = vocabulary.largest(scores)
     least = jnp.full(best.shape, -jnp.inf)
     if sampling.top_k is not None:
-        count = row(jnp.where(sampling.top_k > 0, sampling.top_k, scores.shape[-1]))
-        count = jnp.minimum(count, scores.shape[-1])
+        size = vocabulary.size(scores)
+        count = jnp.minimum(row(jnp.where(sampling.top_k > 0, sampling.top_k, size)), size)
         least = vocabulary.threshold(scores, jnp.ones_like(scores), count.astype(jnp.float32))
     if sampling.top_p is not None:
         weight = jnp.where(scores >= least[..., None], jnp.exp(scores - best[..., None]), 0.0)
         share = row(sampling.top_p)
-        nucleus = vocabulary.threshold(scores, weight, share * weight.sum(-1))
+        nucleus = vocabulary.threshold(scores, weight, share * vocabulary.total(weight))
         least = jnp.where(share < 1, jnp.maximum(least, nucleus), least)
     if sampling.min_p is not None:
         least = jnp.maximum(least, best + jnp.log(row(sampling.min_p)))

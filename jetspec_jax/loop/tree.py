@@ -202,7 +202,7 @@ def candidates(rule: Rule, logits: Float[Array, "B D V"]) -> Candidates:
     A NaN row scores -inf and drops out of the tree: a broken draft may cost speed, never an output.
     """
     # A node can use no more children than the tree has nodes.
-    width = min(rule.candidates, rule.scored - 1, logits.shape[-1])
+    width = min(rule.candidates, rule.scored - 1, vocabulary.size(logits))
     top, token = vocabulary.top_k(logits, width)
     logp = top - vocabulary.log_total(logits)
     return Candidates(token, jnp.where(jnp.isnan(logp), -jnp.inf, logp)[:, :, None])

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jetspec_jax.backends.xla import PLAIN_XLA, XLA
 from jetspec_jax.config import HeadConfig, ModelConfig, Sizes
-from jetspec_jax.layers import moe, rope
+from jetspec_jax.layers import rope
 from jetspec_jax.layers.cache import KV
 from jetspec_jax.layers.numerics import einsum, rms_norm
 
@@ -67,8 +67,10 @@ class Layer(nnx.Module):
 
         Returns the residual stream, and the last product, which is not yet added to it: whoever norms next adds it.
         """
+        c, inner = self.config, self.out.shape[0]
         product = backend.matmul(attended.reshape(*x.shape[:2], -1), self.out[...])
-        x, h = backend.add_norm(x, product, self.post_norm[...], self.config.norm_eps)
+        product = backend.joined(product, ("model",) if inner < c.num_heads * c.head_dim else (), x.dtype)
+        x, h = backend.add_norm(x, product, self.post_norm[...], c.norm_eps)
         return x, self._feed_forward(h, backend)
 
     def context_kv(self, context: Float[Array, "B C E"], angles: rope.Rope) -> KV:
@@ -86,10 +88,21 @@ class Layer(nnx.Module):
     def _feed_forward(self, h, backend: XLA):
         m = self.config.moe
         if m is not None and self.sparse:
-            return moe.feed_forward(
-                h, self.router[...], self.gate_up[...], self.down[...], m.experts_per_token, m.normalize_top_k
-            )
-        return backend.matmul(backend.swiglu(h, self.gate_up[...]), self.down[...])
+            experts, features = self.down.shape[:2]
+            parts = ("expert",) * (experts < m.num_experts) + ("model",) * (features < m.intermediate_size)
+            product = backend.mixture(
+                h, self.router[...], self.gate_up[...], self.down[...], m.experts_per_token, m.normalize_top_k,
+                experts * backend.place("expert") if "expert" in parts else 0,
+            )  # fmt: skip
+            return backend.joined(product, parts, h.dtype)
+        product = backend.matmul(backend.swiglu(h, self.gate_up[...]), self.down[...])
+        fewer = self.down.shape[0] < self.config.intermediate_size
+        return backend.joined(product, ("model",) if fewer else (), h.dtype)
+
+
+def kv_heads(params: dict) -> int:
+    """Returns the kv heads of a stack's parameters, those that a device has where devices share them."""
+    return params["layers"][0]["qkv"].shape[1]
 
 
 class Ran(NamedTuple):

@@ -45,6 +45,33 @@ class Fusion:
         whole = np.stack(parts) if self.stacked else parts[0]
         return np.moveaxis(whole, -1, int(self.stacked)) if self.matrix else whole
 
+    def part(self, read: Callable[[str, tuple[slice, ...]], np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
+        """Returns a part of the parameter, out of the parts of published tensors that it is made of.
+
+        Args:
+          read: of a name and the rows (and columns) of that tensor.
+          index: a slice with start and stop for each axis of the parameter.
+        """
+        groups = self.groups[index[0]] if self.stacked else self.groups
+        first, *others = index[1:] if self.stacked else index
+        out, rest = (tuple(others), (first,)) if self.matrix else ((first,), tuple(others))
+        parts = [self._joined_part(read, group, out, rest) for group in groups]
+        whole = np.stack(parts) if self.stacked else parts[0]
+        return np.moveaxis(whole, -1, int(self.stacked)) if self.matrix else whole
+
+    def _joined_part(self, read, group: tuple[str, ...], out: tuple[slice, ...], rest: tuple[slice, ...]) -> np.ndarray:
+        """Returns what one group gives to a part. out: slices of what it is cut into. rest: of its columns."""
+        if len(group) == 1:
+            return read(group[0], (*out, *rest))
+        *before, joined, last = out
+        pieces, at = [], 0
+        for name, shape in zip(group, self.shapes, strict=True):
+            own = slice(max(joined.start - at, 0), min(joined.stop - at, shape[-2]))
+            at += shape[-2]
+            if own.stop > own.start:
+                pieces.append(_rows(read, name, shape, (*before, own, last), rest))
+        return np.concatenate(pieces, axis=-3)
+
     def split(self, parameter: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the published tensors, from the parameter; the inverse of `join`, bit for bit."""
         whole = np.moveaxis(parameter, int(self.stacked), -1) if self.matrix else parameter
@@ -65,6 +92,15 @@ class Fusion:
             return [whole]
         cuts = np.cumsum([shape[-2] for shape in self.shapes])[:-1]
         return [piece.reshape(-1, whole.shape[-1]) for piece in np.split(whole, cuts, axis=-3)]
+
+
+def _rows(read, name: str, shape: tuple[int, ...], cut: tuple[slice, ...], rest: tuple[slice, ...]) -> np.ndarray:
+    """Returns a part of a tensor whose rows are cut into `shape`; no row before or after the part is read."""
+    lead = next((axis for axis, size in enumerate(shape) if size > 1), len(shape) - 1)
+    below = math.prod(shape[lead + 1 :])
+    found = read(name, (slice(cut[lead].start * below, cut[lead].stop * below), *rest))
+    found = found.reshape(*shape[:lead], -1, *shape[lead + 1 :], found.shape[-1])
+    return found[(*(slice(None) if axis == lead else piece for axis, piece in enumerate(cut)), ...)]
 
 
 def of_target(c: ModelConfig) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from jaxtyping import Array, Bool, Float, Int
 from jetspec_jax.backends.xla import PLAIN_XLA, XLA
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.layers import cache as kv_cache
+from jetspec_jax.layers import vocabulary
 from jetspec_jax.layers.cache import Cache
 from jetspec_jax.layers.numerics import einsum
 from jetspec_jax.loop.contracts import Output
-from jetspec_jax.models.layer import Stack
+from jetspec_jax.models.layer import Stack, kv_heads
 
 
 class Qwen3(Stack):
@@ -49,7 +50,7 @@ class Qwen3(Stack):
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows E"]:
         """Returns rows of the embedding table."""
-        return self.embedding[...][tokens]
+        return vocabulary.rows(self.embedding[...], tokens)
 
     def logits(self, hidden: Float[Array, "*rows E"]) -> Float[Array, "*rows V"]:
         """Returns f32 logits of final hidden states, the target's or the head's."""
@@ -70,9 +71,8 @@ class Qwen3Target:
         return self.config.vocab_size
 
     def init_cache(self, params, batch: int, capacity: int) -> Cache:
-        c = self.config
-        dtype = params["embedding"].dtype
-        return kv_cache.init(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, dtype)
+        c, dtype = self.config, params["embedding"].dtype
+        return kv_cache.init(c.num_layers, batch, kv_heads(params), capacity, c.head_dim, dtype)
 
     def forward(self, params, tokens, positions, mask, cache=None, length=None, taps=()) -> Output:
         return self._module(params)(tokens, positions, mask, cache, length, taps, self.backend)

@@ -72,6 +72,7 @@ class Checkpoints:
         """Copies the state off the device and writes it in the background; notes: plain values beside it."""
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), notes=ocp.args.JsonSave(notes))
         with self._writing(f"checkpoint {step}"):
+            self._take_turns(self._best)
             if not self._states.save(step, args=args):
                 raise RuntimeError("a later one is there")
 
@@ -82,6 +83,7 @@ class Checkpoints:
 
     def _replace_best(self, step: int, params: dict, acceptance: float) -> None:
         self._best.wait_until_finished()
+        self._take_turns(self._states)
         # Of a run that went back: orbax would keep the later step. On the disk it stays: a kill may come first.
         later = [old for old in self._best.all_steps() if old >= step]
         for old in later:
@@ -92,6 +94,12 @@ class Checkpoints:
             params=ocp.args.StandardSave(params), notes=ocp.args.JsonSave({"step": step, "acceptance": acceptance})
         )
         self._best.save(step, args=args, force=True)
+
+    def _take_turns(self, other: ocp.CheckpointManager) -> None:
+        """Waits for what is being written by another manager, where several processes write: while they do, orbax has
+        them meet at places that are not named after the manager."""
+        if jax.process_count() > 1:
+            other.wait_until_finished()
 
     def wait(self) -> None:
         """Returns when everything is on the disk."""

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jetspec_jax.config import ConfigError
+from jetspec_jax.engine import spread
 from jetspec_jax.training import files, manifest, teacher
 from jetspec_jax.training.data.packing import Packed
 from jetspec_jax.training.teacher import Features
@@ -90,14 +91,12 @@ def write(  # noqa: PLR0913  # keys of the configuration
     taps: tuple[int, ...],
     batch: int,
     attention: str,
-    process: int = 0,
-    processes: int = 1,
     on_time: Callable[[], bool] = lambda: True,
     log: Log = lambda line: None,
 ) -> bool:
     """Writes features of all sequences to files of `SHARD` sequences, and the manifest; True when all are there.
 
-    Each process writes its share of the files. A file is renamed into place when it is whole, so a command that was cut
+    Several processes make each file together. A file is renamed into place when it is whole, so a command that was cut
     off goes on where it stopped.
 
     Raises:
@@ -105,15 +104,14 @@ def write(  # noqa: PLR0913  # keys of the configuration
     """
     folder.mkdir(parents=True, exist_ok=True)
     plan = _plan(target, packed, taps)
-    if process == 0 or _begun(folder):
+    if jax.process_index() == 0 or _begun(folder):
         _sign(folder, plan)
     run = jax.jit(lambda params, *arrays: teacher.run(target.model, params, *arrays, taps, attention))  # type: ignore[call-arg]
     names = _names(plan)
-    own = names[process::processes]
-    for number, name in enumerate(own):
-        if (folder / name).exists():
-            continue
-        if not on_time():
+    missing = [name for name in names if not (folder / name).exists()]
+    spread.meet("features")  # before any process writes
+    for name in missing:
+        if not spread.agreed(int(on_time())):
             return False
         begin = SHARD * names.index(name)
         rows = np.arange(begin, min(begin + SHARD, len(packed.tokens)))
@@ -121,11 +119,12 @@ def write(  # noqa: PLR0913  # keys of the configuration
         for first in range(0, rows.size, batch):
             part = rows[first : first + batch]
             found = run(target.params, *(_padded(x[part], batch) for x in packed[:3]))
-            pieces.append(jax.tree.map(lambda x: np.asarray(x)[: part.size], found))  # noqa: B023
+            pieces.append(jax.tree.map(lambda x: x[: part.size], spread.fetch(found)))  # noqa: B023
         whole = {name: np.concatenate([getattr(p, name) for p in pieces]) for name in Features._fields}
         with files.whole(folder / name) as unfinished:
             save_file(whole, unfinished)
-        log(f"features: file {number + 1} of {len(own)}")
+        log(f"features: file {names.index(name) + 1} of {len(names)}")
+    spread.meet("features are there")
     return True
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jetspec_jax.engine import spread
 from jetspec_jax.models import sharding
 from jetspec_jax.training import evaluation, features, flops, journal, step, stop
 from jetspec_jax.training.checkpoints import Checkpoints
@@ -26,6 +27,7 @@ from jetspec_jax.training.recipe import Recipe
 from jetspec_jax.training.step import Metrics, TrainState
 from jetspec_jax.training.teacher import Features
 
+TALK = 16  # steps between two looks of several processes at each other's signals
 AHEAD = 3  # batches on the device at a time; more would fill it with what waits
 
 
@@ -99,7 +101,11 @@ def train(
       ConfigError: no checkpoint in `folder` can be read.
       checkpoints.NotSaved: a checkpoint cannot be written; those before it stay.
     """
-    with Checkpoints(folder) as checkpoints, stop.asked(log) as stopped:
+    with Checkpoints(folder) as checkpoints, stop.asked(log) as asked:
+        stopped = asked
+        if jax.process_count() > 1:
+            together = _Together(asked, on_time)
+            stopped, on_time = together.stopped, together.on_time
         run = _Run(recipe, given, folder, plan, mesh, checkpoints)
         run.begin(log)
         with run.journal:
@@ -116,6 +122,28 @@ def train(
             why = "SIGTERM" if stopped() else "time is up"
             log(f"train: {why} at step {run.at} of {recipe.steps}; the same command goes on")
         return run.outcome(log)
+
+
+class _Together:
+    """The questions whether to stop, with answers that all processes share: each step is a step of all of them.
+
+    SIGTERM to any of them stops all; the first one's clock counts. They speak once every `TALK` questions, so that a
+    step seldom waits for the one before.
+    """
+
+    def __init__(self, stopped: Callable[[], bool], on_time: Callable[[], bool]):
+        self._stopped, self._on_time = stopped, on_time
+        self._ended, self._timely, self._asked = False, True, 0
+
+    def on_time(self) -> bool:
+        came = self._stopped()  # each time, so that the signal counts as heard
+        if self._asked % TALK == 0:
+            self._ended, self._timely = spread.any_of(came), bool(spread.agreed(int(self._on_time())))
+        self._asked += 1
+        return self._timely
+
+    def stopped(self) -> bool:
+        return self._ended
 
 
 class _Run:

@@ -22,7 +22,10 @@ OWN = "own_prompts", "own_temperature"
 ASKED = "max_prompts", "max_prompt_tokens", "thinking"
 
 # The same numbers but for rounding: another machine may need other ones.
-ROUNDING = frozenset(("features", "feature_batch", "loss_chunk", "accumulate", "model_parallel", "attention", "remat"))
+ROUNDING = frozenset(("features", "feature_batch", "loss_chunk", "accumulate", "attention", "remat")) | {
+    "model_parallel",
+    "mesh",
+}
 WATCHING = frozenset(("max_minutes", "log_every", "save_every"))  # when a run looks up and stops
 
 # Settings that a run may change between two commands; any other one, also a future one, belongs to the recipe.

@@ -11,7 +11,7 @@ from typing import Any
 
 import ml_collections
 
-from jetspec_jax import command
+from jetspec_jax import command, hosts
 from jetspec_jax.config import ConfigError
 from jetspec_jax.fields import Option
 from jetspec_jax.training import settings
@@ -28,6 +28,8 @@ LINE = command.Line(
         Option("config", "text", "A Python file with get_config(), or the name of one of ours: "
                f"{', '.join(sorted(path.stem for path in CONFIGS.glob('*.py')))}.", required=True, metavar="FILE"),
         Option("workdir", "text", "Folder of everything that the run leaves.", required=True, metavar="DIR"),
+        command.MESH,
+        *hosts.OPTIONS,
         *(settings.option(field) for field in dataclasses.fields(Settings)),
     ],
 )  # fmt: skip
@@ -45,8 +47,13 @@ def parse(argv: Sequence[str]) -> tuple[Settings, Path]:
     if os.path.exists(workdir) and not os.path.isdir(workdir):  # no error for a name that no system takes
         raise ConfigError(f"--workdir={workdir}: a folder is needed, this is a file")
     path = find(args.config)
+    command.check_mesh(args.mesh)
+    hosts.check(args)
     overrides = {key: settings.from_text(key, value) for key, value in given.items()}
-    return settings.make(load(path) | overrides, f"--config={path}"), workdir
+    overrides |= {"mesh": args.mesh} if args.mesh else {}
+    config = settings.make(load(path) | overrides, f"--config={path}")
+    hosts.join(args)
+    return config, workdir
 
 
 def find(name: str) -> Path:

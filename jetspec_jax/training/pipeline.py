@@ -27,9 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
+from jetspec_jax.engine import spread
 from jetspec_jax.evals import acceptance
 from jetspec_jax.fields import shown
 from jetspec_jax.files import demo, load, pair
+from jetspec_jax.files import mesh as on_mesh
 from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.models import sharding
 from jetspec_jax.models.qwen3 import Qwen3Target
@@ -78,7 +80,7 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
     if config.until == "pool":
         gather.source(config, workdir, log)
         return True
-    mesh = _mesh(config)
+    mesh = _mesh(config, workdir)
     target = _target(config, mesh)
     # Said once, so that answers, rows and the exported head agree with how decoding will render prompts.
     mode = pair.thinking(target, None, config.thinking_switch)
@@ -138,8 +140,11 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
     params, saved = outcome.state.params, at
     if config.export == "best" and outcome.best is not None:
         params, saved = outcome.best, outcome.notes["best_step"]
+    params = params if jax.process_count() == 1 else spread.fetch(params)
     made_of = target, recipe, export.Trained(params, scale, saved, at), config, found.counts
-    export.write(workdir / "head", *made_of)
+    if jax.process_index() == 0:
+        export.write(workdir / "head", *made_of)
+    spread.meet("export")
     unfinished = "" if at == steps else f"; unfinished: the run is at step {at} of {steps}"
     log(f"export: {workdir / 'head'} (step {saved}{unfinished})")
     if at == steps and config.decode_prompts:
@@ -185,8 +190,7 @@ def _features(  # noqa: PLR0913  # what a run has made before this stage
     if config.features == "disk":
         folder = workdir / "features"
         done = features.write(
-            folder, target, packed, taps, config.feature_batch, recipe.attention, jax.process_index(),
-            jax.process_count(), on_time, log,
+            folder, target, packed, taps, config.feature_batch, recipe.attention, on_time=on_time, log=log,
         )  # fmt: skip
         return (None, features.Stored(folder, target, packed, taps)) if done else None
     return None, None
@@ -212,27 +216,54 @@ def _start(config: Settings, target, learns: Objective, head) -> dict | None:
     return found.params
 
 
-def _mesh(config: Settings) -> jax.sharding.Mesh:
+def _mesh(config: Settings, workdir: Path) -> jax.sharding.Mesh:
     devices, model = jax.device_count(), config.model_parallel
-    if devices % model:
+    if config.mesh:
+        try:
+            mesh = sharding.mesh_of(config.mesh)
+        except ConfigError as error:
+            raise ConfigError(f"--config.{error}") from None
+    elif devices % model:
         raise ConfigError(f"--config.model_parallel={model}: it must divide the number of devices, {devices}")
-    part = config.batch // config.accumulate
-    if part % (devices // model):
+    else:
+        mesh = sharding.make_mesh(model)
+    part, groups = config.batch // config.accumulate, mesh.shape["data"]
+    if part % groups:
         raise ConfigError(
-            f"--config.batch={config.batch}: {part} sequences at a time do not split over {devices // model} devices"
+            f"--config.batch={config.batch}: {part} sequences at a time do not split over {groups} devices"
         )
-    return sharding.make_mesh(model)
+    if jax.process_count() > 1:
+        _check_processes(config, workdir, mesh)
+    return mesh
+
+
+def _check_processes(config: Settings, workdir: Path, mesh) -> None:
+    """Raises ConfigError for what several processes do not do together."""
+    count, groups = jax.process_count(), mesh.shape["data"]
+    if groups % count:
+        raise ConfigError(
+            f"--config.mesh: data={groups} does not split over {count} processes, each of which reads rows of its own"
+        )
+    stages = {"pool": not config.data, "answers": config.answers == "target"}
+    for stage in (stage for stage, needed in stages.items() if needed):
+        if not (workdir / f"{stage}.json").is_file():
+            raise ConfigError(
+                f"{workdir / stage}.json is not there, and several processes do not make it; run "
+                f"--config.until={stage} in one first"
+            )
+    if config.decode_prompts:
+        raise ConfigError(
+            "--config.decode_prompts: several processes train alone; leave it out, and use decode.py after"
+        )
 
 
 def _target(config: Settings, mesh) -> load.LoadedTarget:
-    """The target on the mesh; a model that needs several devices is read into the host's memory first."""
+    """The target on the mesh, each device's part read alone; XLA splits the work of the layers."""
     source = config.target or demo.fetch_target()
     if mesh.size == 1:
         return load.load_target(source, config.dtype or None)
     dtype = config.dtype or (None if jax.default_backend() == "cpu" else "bfloat16")
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        target = load.load_target(source, dtype, "xla")  # our kernels say nothing about meshes
-    return dataclasses.replace(target, params=jax.device_put(target.params, sharding.frozen(target.params, mesh)))
+    return on_mesh.for_training(load.load_target(source, dtype, "xla", mesh=mesh))
 
 
 def _settle(folder: Path, values: dict[str, Any], begun: bool, log: Log) -> None:
@@ -250,8 +281,10 @@ def _scale(path: Path, begun: bool, config: Settings, target, packed: Packed, re
     taps = recipe.head.tap_layers
     if not begun:
         found = features.scale(target, packed, taps, config.scale_sequences, config.feature_batch, recipe.attention)
-        with files.whole(path) as unfinished:
-            np.save(unfinished, np.asarray(found))
+        if jax.process_index() == 0:
+            with files.whole(path) as unfinished:
+                np.save(unfinished, np.asarray(found))
+        spread.meet("scale")
     try:
         stored = np.load(path)
     except (OSError, EOFError, ValueError) as error:  # gone, empty or cut short

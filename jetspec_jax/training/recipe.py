@@ -35,6 +35,7 @@ class Recipe:
     gamma: float = 0.0
     window: int = 0
     frozen_head: bool = False
+    scorer_parents: str = "text"
     unroll: int = 7
     unroll_decay: float = 0.8
     confidence: float = 1.0

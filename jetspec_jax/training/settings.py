@@ -19,6 +19,7 @@ from typing import Any
 
 from jetspec_jax.config import MOST_SIZE, ConfigError, ModelConfig
 from jetspec_jax.fields import MOST, Option, shown
+from jetspec_jax.options import mesh_axes
 
 LONGEST = 200  # characters of a value in a message; paths are longer than other values
 STAGES = ("pool", "answers", "export")
@@ -109,6 +110,10 @@ class Settings:
     markov_rank: int = _number(256, "rank of a dspark head's Markov head; 0: it has none", 0, MOST_SIZE)
     markov_head: str = _one_of("vanilla", "its kind; a published rnn head decodes, none is trained", "vanilla", "gated")
     scorer_rank: int = _number(0, "rank of a scorer beside a block head; 0: it gets none", 0, MOST_SIZE)
+    scorer_width: int = _number(0, "width of the SwiGLU of its parents; 0: they are a product", 0, MOST_SIZE)
+    scorer_parents: str = _one_of(
+        "text", "what it learns from: the text's tokens, or those of other places (a control)", "text", "others"
+    )
     frozen_head: bool = _key(False, "train the scorer alone, beside the head of init_head")
     init_head: str = _key("", "a head to go on from, instead of random parameters")
 
@@ -140,7 +145,8 @@ class Settings:
     clip: float = _number(1.0, "most of the gradient's global norm", 0, above=True)
 
     # ---- devices
-    model_parallel: int = _number(1, "devices that share one copy of the target", 1)
+    model_parallel: int = _number(1, "devices that share one copy of the target; all devices are used", 1)
+    mesh: str = _key("", "or the mesh itself, e.g. data=4,model=2, of the first devices; --mesh says the same")
     attention: str = _one_of(
         "auto", "what computes it; auto is cudnn on an NVIDIA GPU in 16 bits", "auto", "xla", "cudnn"
     )
@@ -176,6 +182,10 @@ class Settings:
         if self.frozen_head and not (self.scorer_rank and self.init_head):
             missing = "init_head" if self.scorer_rank else "scorer_rank"
             raise wrong("frozen_head", "true", f"a scorer is trained beside a head that is there: give {missing}")
+        if self.mesh and self.model_parallel != 1:
+            raise wrong("mesh", self.mesh, f"model_parallel={self.model_parallel} says another; give one of the two")
+        if self.mesh and "expert" in mesh_axes(self.mesh):
+            raise wrong("mesh", self.mesh, "in training experts lie over model; leave the axis expert out")
         if self.batch % self.accumulate:
             raise wrong("accumulate", self.accumulate, f"it must divide batch={self.batch}")
         if self.has_mask and self.block_size > self.sequence_length:

@@ -59,11 +59,13 @@ class Batches:
         self._shape = accumulate, batch // (accumulate * processes)
         numbers = grain.MapDataset.range(len(packed.tokens)).shuffle(seed=seed).repeat()
         self._all = numbers.batch(batch)
-        self._own = numbers[process::processes].batch(batch // processes)
+        self._process = process
 
     def __getitem__(self, number: int) -> Batch:
         """This process's share of batch `number`."""
-        rows = np.asarray(self._own[number], np.int32)
+        # Side by side in every part, as the devices of the processes lie: a step then sees the rows in one order.
+        parts = np.asarray(self._all[number], np.int32).reshape(self._shape[0], -1, self._shape[1])
+        rows = parts[:, self._process].reshape(-1)
         stored = self._features(rows) if self._features else None
         if stored is not None:
             stored = Features(*(x.reshape(*self._shape, *x.shape[1:]) for x in stored))

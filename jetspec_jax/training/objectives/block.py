@@ -60,7 +60,19 @@ def configure(config: Settings, target: ModelConfig) -> HeadConfig:
     if config.family and config.causal != (config.family == "jetspec"):
         raise settings.wrong("causal", str(config.causal).lower(), f"a {config.family} head is the other way round")
     settings.refuse_foreign(config, FOREIGN)
-    return sized(HeadConfig, config, target, causal=config.causal, scorer_rank=config.scorer_rank)
+    return sized(HeadConfig, config, target, causal=config.causal, **scored(config))
+
+
+def scored(config: Settings) -> dict[str, int]:
+    """Returns the sizes of the scorer beside the head.
+
+    Raises:
+      ConfigError: a size of a scorer that there is not.
+    """
+    if not config.scorer_rank and (config.scorer_width or config.scorer_parents != "text"):
+        name = "scorer_width" if config.scorer_width else "scorer_parents"
+        raise settings.wrong(name, getattr(config, name), "there is no scorer; give scorer_rank")
+    return {"scorer_rank": config.scorer_rank, "scorer_width": config.scorer_width}
 
 
 def sized(kind: type[Kind], config: Settings, target: ModelConfig, **own: Any) -> Kind:
@@ -101,7 +113,7 @@ def sized(kind: type[Kind], config: Settings, target: ModelConfig, **own: Any) -
 def check_start(config: HeadConfig, found: HeadConfig) -> tuple[str, Any, Any] | None:
     """Returns the first size in which the head to go on from differs from this run's."""
     if not found.scorer_rank:  # a new one begins beside it
-        found = dataclasses.replace(found, scorer_rank=config.scorer_rank)
+        found = dataclasses.replace(found, scorer_rank=config.scorer_rank, scorer_width=config.scorer_width)
     return initial.differing(config, found, "num_anchors")
 
 
@@ -115,7 +127,7 @@ def init(config: HeadConfig, key: jax.Array, target_params: dict, decided: dict)
     _, shapes = block_draft.build(config, jnp.float32)
     start = initial.draw(shapes, key) | initial.norm(target_params)
     if config.scorer_rank:
-        start["scorer"] |= {name: jnp.zeros_like(start["scorer"][name]) for name in ("gate", "child")}
+        start["scorer"] |= {name: jnp.zeros_like(x) for name, x in start["scorer"].items() if name in ("gate", "child")}
     return start
 
 
@@ -150,6 +162,8 @@ def blocks(recipe: Recipe, target_params, part: Batch, anchors: Anchors, gamma: 
     tokens = jnp.take_along_axis(part.tokens, anchors.position, 1)[..., None]
     label = anchor_rules.labels(anchors, part.tokens.shape[1], depth)
     given = before(part, label) if recipe.head.scorer_rank else None
+    if given is not None and recipe.scorer_parents == "others":
+        given = jnp.roll(given, 1, axis=1)  # of the block before: tokens of the same kind that say nothing
     added = ((0, 0), (0, 0), (0, recipe.head.block_size - 1))
     block = jnp.pad(tokens, added, constant_values=recipe.head.mask_token_id)
     return Questions(
@@ -228,7 +242,9 @@ def describe(recipe: Recipe) -> dict[str, str]:
     block = f"{c.block_size} slots, {mask}, mask token {c.mask_token_id}"
     said = {"block": block, "depth weight in training": f"gamma {recipe.gamma:g}"}
     alone = ", trained beside a head that stayed as it was" if recipe.frozen_head else ""
-    return said | ({"scorer": f"rank {c.scorer_rank}{alone}"} if c.scorer_rank else {})
+    inner = f", SwiGLU of width {c.scorer_width}" if c.scorer_width else ""
+    other = ", taught by tokens of other places (a control)" if recipe.scorer_parents == "others" else ""
+    return said | ({"scorer": f"rank {c.scorer_rank}{inner}{alone}{other}"} if c.scorer_rank else {})
 
 
 def forward(  # noqa: PLR0913  # arrays of one forward pass

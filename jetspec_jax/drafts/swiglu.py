@@ -1,0 +1,29 @@
+"""Parents of a scorer as a SwiGLU of slot and token, as TreeFlash (arXiv 2606.03819) has it, with small products.
+
+    parent(h, e) = (silu(h A + e B) * (h C + e D)) O
+
+The products of the slot are made once for all its parents. O leads to the rank of the children, so that candidates
+meet in a small product, and no parent meets the vocabulary.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jetspec_jax.layers.numerics import einsum
+
+
+def sizes(width: int, rank: int, inner: int) -> dict[str, tuple[int, int]]:
+    """Returns the parameters' sizes; inner: what the two factors have each."""
+    return {"slot": (width, 2 * inner), "parent": (width, 2 * inner), "down": (inner, rank)}
+
+
+def rows(params: dict, hidden: Float[Array, "*slots E"], embedded: Float[Array, "*rows E"]) -> Float[Array, "*rows R"]:
+    """Returns the rows of parents, each for its slot; the rows of slots are broadcast."""
+    slot = einsum("...e,ei->...i", hidden, params["slot"], jnp.float32)
+    token = einsum("...e,ei->...i", embedded, params["parent"], jnp.float32)
+    gate, up = jnp.split(slot + token, 2, axis=-1)
+    inner = (jax.nn.silu(gate) * up).astype(hidden.dtype)
+    return einsum("...i,ir->...r", inner, params["down"])

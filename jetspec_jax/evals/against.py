@@ -1,0 +1,100 @@
+"""One comparison against another, cell by cell: how many times as long the paths are, and how many times as fast.
+
+Requests are paired by prompt and temperature, cells by what they draw. So two heads meet over the same prompts, or one
+head with and without its scorer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jetspec_jax.evals import summary, tables
+from jetspec_jax.evals.drafters import Cell
+from jetspec_jax.evals.ledger import Request, Run, parted
+from jetspec_jax.evals.summary import TOTAL
+from jetspec_jax.fields import ConfigError, shown
+
+Pair = tuple[Request, Request]
+NOTES = """\
+Ratios over the prompts that both have. Acceptance length: tokens a round gave out, pooled over rounds; in brackets the
+95 % interval over all prompts, which are drawn in pairs (bootstrap). Times as fast: decode time per token, pooled."""
+
+
+class Ratios(NamedTuple):
+    """A cell against its like. by_set: of acceptance lengths, also over all sets; None where no prompt is of both."""
+
+    temperature: float
+    cell: Cell
+    prompts: int
+    by_set: Mapping[str, float | None]
+    interval: tuple[float, float]
+    faster: float | None
+
+
+def of(run: Run, other: Run) -> list[Ratios]:
+    """Returns a row for each drafted cell and temperature that both have.
+
+    Raises:
+      ConfigError: they differ in what their figures depend on, or have no request in common.
+    """
+    for name in summary.SAME:
+        own, its = run.settings.get(name), other.settings.get(name)
+        if own != its:
+            where, a, b = parted(name, own, its)
+            raise ConfigError(f"--against: files of different {where}, {shown(a)} and {shown(b)}")
+    sets, temperatures, cells = summary.grid(run.settings)
+    found = []
+    for heat, cell in itertools.product(temperatures, cells):
+        like = lambda r, heat=heat, cell=cell: r.temperature == heat and _drawn(r.cell) == _drawn(cell)
+        beside = {(r.set, r.prompt): r for r in other.requests if like(r)}
+        own = [r for r in run.requests if (r.temperature, r.cell) == (heat, cell)]
+        pairs = [(r, beside[r.set, r.prompt]) for r in own if (r.set, r.prompt) in beside]
+        pairs = [(r, o) for r, o in pairs if r.rounds and o.rounds]
+        if cell.shape == "plain" or not pairs:
+            continue
+        by_set = {name: _lengths([p for p in pairs if p[0].set == name]) for name in sets}
+        found.append(Ratios(heat, cell, len(pairs), by_set | {TOTAL: _lengths(pairs)}, _interval(pairs), _times(pairs)))
+    if not found:
+        raise ConfigError("--against: the files have no drafted request in common; give those of the same prompts")
+    return found
+
+
+def markdown(run: Run, other: Run) -> str:
+    """Returns the rows as a table."""
+    rows = []
+    for one in of(run, other):
+        *single, total = one.by_set.values()
+        low, high = one.interval
+        rows.append([
+            str(one.cell), f"{one.temperature:g}", str(one.prompts), *map(tables.number, single),
+            f"{tables.number(total)} [{low:.2f}, {high:.2f}]", tables.number(one.faster),
+        ])  # fmt: skip
+    names = ["cell", "T", "prompts", *summary.grid(run.settings)[0], TOTAL, "times as fast"]
+    return f"{tables.table(names, rows)}\n\n{NOTES}\n"
+
+
+def _drawn(cell: Cell) -> tuple[str, int]:
+    return cell.shape, cell.nodes
+
+
+def _lengths(pairs: Sequence[Pair]) -> float | None:
+    pooled = lambda some: sum(sum(r.emitted) for r in some) / sum(r.rounds for r in some)
+    return pooled([r for r, _ in pairs]) / pooled([o for _, o in pairs]) if pairs else None
+
+
+def _interval(pairs: Sequence[Pair]) -> tuple[float, float]:
+    counts = np.array([[sum(r.emitted), r.rounds, sum(o.emitted), o.rounds] for r, o in pairs])
+    draws = np.random.default_rng(0).integers(0, len(pairs), (2000, len(pairs)))
+    own, rounds, its, others = counts[draws].sum(1).T
+    low, high = np.percentile(own / rounds / (its / others), (2.5, 97.5))
+    return float(low), float(high)
+
+
+def _times(pairs: Sequence[Pair]) -> float | None:
+    pace = lambda some: sum(r.decode for r in some) / max(sum(r.new_tokens - 1 for r in some), 1)
+    own = pace([r for r, _ in pairs])
+    return pace([o for _, o in pairs]) / own if own else None

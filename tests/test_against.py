@@ -1,0 +1,67 @@
+"""Ratios of one comparison against another: by hand, and what is no pair."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from compared import BASE, SETTINGS, tree
+
+from jetspec_jax.config import ConfigError
+from jetspec_jax.evals import against, compare, ledger
+
+SETS = SETTINGS | {"sets": {"a": [2, ""], "b": [1, ""]}}
+B = {"set": "b", "prompt": 0}
+
+
+def run(*requests, **settings):
+    return ledger.Run(SETS | settings, list(requests))
+
+
+def test_ratios_are_of_prompts_that_both_have():
+    """Set a has a second prompt on one side alone, which counts nowhere."""
+    own = run(BASE, tree([4, 2], 2.0), tree([5], 9.0, prompt=1), tree([1, 1, 1], 3.0, **B))
+    other = run(BASE, tree([1, 1], 2.0), tree([0, 0, 0], 1.5, **B))
+    (found,) = against.of(own, other)
+    assert found.cell == tree([1], 1).cell and found.prompts == 2
+    assert found.by_set == pytest.approx({"a": 4 / 2, "b": 2 / 1, "all sets": (14 / 5) / (7 / 5)})
+    assert found.faster == pytest.approx((3.5 / 7) / (5.0 / 14))
+    assert found.interval == pytest.approx((2, 2))
+
+
+def test_prompts_are_drawn_in_pairs():
+    """The ratio of every prompt is 2, of prompts as unlike as they may be; drawn apart they would spread."""
+    lengths = [1, 2, 9]
+    row = lambda n, i: tree([n - 1] * 4, 1.0, prompt=i)
+    own = run(*(row(2 * n, i) for i, n in enumerate(lengths)), sets={"a": [3, ""]})
+    other = run(*(row(n, i) for i, n in enumerate(lengths)), sets={"a": [3, ""]})
+    (found,) = against.of(own, other)
+    np.testing.assert_allclose(found.interval, (2, 2))
+    noisy = run(row(1, 0), row(4, 1), row(9, 2), sets={"a": [3, ""]})
+    low, high = against.of(noisy, other)[0].interval
+    assert low < 14 / 12 < high
+
+
+def test_labels_may_differ_and_shapes_may_not():
+    other = dataclasses.replace(tree([1], 1.0), drafter="jetspec=bare")
+    assert len(against.of(run(tree([2], 1.0)), run(other))) == 1
+    for change in ({"nodes": 9}, {"shape": "chain"}, {"temperature": 1.0}, {"prompt": 1}):
+        with pytest.raises(ConfigError, match="no drafted request in common"):
+            against.of(run(tree([2], 1.0)), run(tree([1], 1.0, **change)))
+
+
+def test_what_is_no_pair_is_refused():
+    one = run(tree([2], 1.0))
+    with pytest.raises(ConfigError, match="different dtype"):
+        against.of(one, run(tree([1], 1.0), dtype="float32"))
+
+
+def test_the_table_and_its_command(tmp_path, capsys):
+    for name, accepted in (("one", [3]), ("two", [1])):
+        book = [{"kind": ledger.KIND, "settings": SETS}, dataclasses.asdict(tree(accepted, 1.0))]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in book))
+    words = ["--table", str(tmp_path / "one.jsonl"), "--against", str(tmp_path / "two.jsonl")]
+    assert compare.main(words) == 0
+    row = capsys.readouterr().out.splitlines()[2]
+    assert row == "| jetspec tree 8 | 0 | 1 | 2.00 | - | 2.00 [2.00, 2.00] | 2.00 |"
+    assert compare.main([*words, "--overview"]) == 2 and "nothing else" in capsys.readouterr().err
