@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
 import jax
@@ -192,7 +192,7 @@ def start(  # noqa: PLR0913  # the options of a call
 
     usual = tree.budget or geometry.default_budget()
     budgets = [option.budget or usual for option in options]
-    _check_budgets(head, tree, budgets)
+    check_budgets(head, tree, budgets)
     if head is not None and AUTO in budgets:
         drafts = _ladder(head, tree, budgets)
     else:
@@ -219,7 +219,16 @@ def start(  # noqa: PLR0913  # the options of a call
     return engine
 
 
-def _check_budgets(head, tree: TreeConfig, budgets: Sequence[int | str]) -> None:
+def paces(head) -> bool:
+    """Returns whether budgets can follow cost with a drafter: it knows probabilities, and can pause for plain steps."""
+    return (
+        head is not None
+        and getattr(head.draft, "scored", False)
+        and (not head.draft.taps or isinstance(head.draft, Pausing))
+    )
+
+
+def check_budgets(head, tree: TreeConfig, budgets: Sequence[int | str]) -> None:
     """Raises ConfigError where budgets, their rule and pruning cannot be had of a drafter, or mean nothing."""
     auto = AUTO in budgets
     if auto and jax.process_count() > 1:
@@ -240,7 +249,18 @@ def _ladder(head, tree: TreeConfig, budgets: Sequence[int | str]) -> dict[int, A
     """Returns the drafts of all sizes of trees among which is chosen, and under 1 the plain step."""
     fixed = [int(budget) for budget in budgets if budget != AUTO]
     sizes = {*pacing.SIZES[jax.default_backend()], *([geometry.budget_nodes(fixed)] if fixed else [])}
-    trees = sorted(sizes - {1})
+    return ladder_of(head, tree, sizes)
+
+
+def ladder_of(head, tree: TreeConfig, sizes: Collection[int]) -> dict[int, Any]:
+    """Returns the head's drafts for trees of several sizes, and under 1 the plain step that keeps its context.
+
+    Args:
+      head: what `load_head` returns.
+      tree: their shape.
+      sizes: nodes, powers of two.
+    """
+    trees = sorted({*sizes} - {1})
     if tree.width == 1:  # a chain has no more nodes than it is deep
         longest = min(tree.depth or head.draft.depth, head.draft.depth) + 1
         trees = [n for n in trees if n < longest] + [min(n for n in [*trees, longest] if n >= longest)]

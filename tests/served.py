@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import socket
 import threading
 import time
 
 import jax.numpy as jnp
 import small
 
+from jetspec_jax import speculate
 from jetspec_jax.drafts import block
-from jetspec_jax.engine.slots import Plan, Slots
+from jetspec_jax.engine.kit import SETS
+from jetspec_jax.engine.slots import Plan, Slots, Trees
 from jetspec_jax.files.pair import LoadedHead
 from jetspec_jax.loop.tree import Rule
+from jetspec_jax.options import TreeConfig
 
 NODES, DEPTH = 8, 3
 PLAN = Plan(256, (1, 2, 4), NODES, (4, 16))
@@ -37,17 +41,29 @@ def slots() -> Slots:
     return made
 
 
+SIZES = (1, 4, NODES)
+
+
+@functools.lru_cache(None)
+def paced() -> Slots:
+    """Slots whose trees are as large as pays, pruned where they are improbable; costs are measured anew."""
+    trees = Trees(speculate.ladder_of(HEAD, TreeConfig(depth=DEPTH), SIZES), prune=0.02)
+    made = Slots(TARGET, HEAD, trees, Plan(256, (1, 2), NODES, (16,)), SETS[1:])
+    made.prepare()
+    return made
+
+
 class Running:
     """A server in a thread. lines: of its log."""
 
-    def __init__(self, limits=None):
+    def __init__(self, limits=None, own=None):
         import uvicorn
 
         from jetspec_jax.serve import app
         from jetspec_jax.serve.service import Limits, Service
 
         self.service, self.lines = Service("tiny", limits or Limits()), []
-        self.service.open(TARGET, HEAD, slots())
+        self.service.open(TARGET, HEAD, own or slots())
         made = app.make(self.service, self.lines.append)
         config = uvicorn.Config(made, port=0, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
         self.server = uvicorn.Server(config)
@@ -57,7 +73,9 @@ class Running:
         self.thread.start()
         while not self.server.started:
             time.sleep(0.01)
-        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+        listener = self.server.servers[0].sockets[0]
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # else the system takes megabytes for a reader
+        self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
 
     def drain(self, seconds: float):
@@ -85,9 +103,9 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(limits=None):
-    """Yields a server, and ends it."""
-    server = Running(limits)
+def running(limits=None, own=None):
+    """Yields a server, over slots of its own where they are given, and ends it."""
+    server = Running(limits, own)
     try:
         yield server
     finally:

@@ -50,7 +50,7 @@ class Letters(Tokenizer):
         return "".join(ALPHABET[i] if i < len(ALPHABET) else "?" for i in ids)
 
     def render_chat(self, messages, thinking=None, answer_follows=True):
-        text = "".join(SPEAKERS[m["role"]] + m["content"] + END for m in messages)
+        text = "".join(SPEAKERS.get(m["role"], "") + m["content"] + END for m in messages)
         return text + SPEAKERS["assistant"] * answer_follows
 
     def encode_chat(self, messages, thinking=None):

@@ -93,19 +93,22 @@ def test_a_draft_that_paused_has_missed_nothing(name):
 
 
 def test_what_a_round_says_of_itself():
-    """Against a count by hand, of the rows that run and have no budget of their own."""
+    """Against a count by hand: of the rows that run, each up to its own budget and to its least probability."""
     head = HEADS["causal"]
     pace = ladder(head, 64)[16]
     params = {"target": TARGET.params, "draft": head.params}
     budget = [pacing.UNBOUND, 5, pacing.UNBOUND, pacing.UNBOUND]
     state = tiny.prefill(pace.decoder, params, tiny.request([[3, 1], [1, 5], [9], [2, 6]], [20, 20, 0, 20], budget))
-    start = rule.start(16)
+    least = jnp.array([0.0, 0.0, 0.0, 0.05], jnp.float32)
+    state, start = state._replace(least=least), rule.start(16)
     _, (said, done) = recorded(pace, params, state, start)
     tree, accepted = done.tree, done.accepted
-    rows = [0, 3]  # the second has a budget of its own, the third ended before it began
+    rows = [0, 1, 3]  # the third ended before it began
     tokens = float(np.mean([accepted.count[row] for row in rows]))
     near, far = np.exp(-tokens / 64), np.exp(-tokens / 256)
     p = np.exp(np.asarray(tree.scores.node)[:, 1:])
+    assert tree.size.tolist()[:2] == [16, 5] and 1 < int(tree.size[3]) < 16
+    p[1, 4:], p[3] = 0, np.where(p[3] >= 0.05, p[3], 0)
     kept = np.zeros((4, 15))
     for row in rows:
         for node in accepted.path[row, 1 : int(accepted.count[row])].tolist():
@@ -438,25 +441,25 @@ def test_the_machine_as_it_is_now_is_heeded(monkeypatch):
     """Blocks that take twice as long as the table says move the factor of their kind there, short ones hardly."""
     engine = speculate.start(TARGET, HEADS["causal"], [[3, 1, 4]], TreeConfig("auto"), SamplingConfig(9, eos=()))
     pacer = engine.pacer
-    pacer._factor = {"plain": 1.0, "trees": 1.0}
+    pacer._drift.factor = {"plain": 1.0, "trees": 1.0}
     moved = lambda plain, trees: {"plain": pytest.approx(2**plain), "trees": pytest.approx(2**trees)}
     pacer._timed(8, 1, 6.0, 3.0)
-    assert pacer._factor == moved(0.08, 0.1) and pacer._worked == 6.0
+    assert pacer._drift.factor == moved(0.08, 0.1) and pacer._worked == 6.0
     pacer._timed(4, 9, 36.0, 2.0)
-    assert pacer._factor == moved(0.4, 0.5) and pacer._worked == 42.0
+    assert pacer._drift.factor == moved(0.4, 0.5) and pacer._worked == 42.0
     pacer._timed(1, 2, 90.0, 1.0)  # whatever held it up, it counts for twice as long
-    assert pacer._factor == moved(0.6, 0.66) and pacer._worked == 0.0
+    assert pacer._drift.factor == moved(0.6, 0.66) and pacer._worked == 0.0
     pacer._timed(1, 1, 2e-3, 1e-3)  # most of it is the launch
-    assert pacer._factor == moved(0.604, 0.6632)
+    assert pacer._drift.factor == moved(0.604, 0.6632)
 
 
 def test_what_slows_one_kind_of_round_is_learnt():
     """Plain steps take twice as long as the table says, trees as long; though plain is seen more, factors part so."""
     engine = speculate.start(TARGET, HEADS["causal"], [[3, 1, 4]], TreeConfig("auto"), SamplingConfig(9, eos=()))
     pacer = engine.pacer
-    pacer._factor = {"plain": 1.0, "trees": 1.0}
+    pacer._drift.factor = {"plain": 1.0, "trees": 1.0}
     for _ in range(100):
         for _ in range(5):
-            pacer._timed(1, 30, 60.0, pacer._factor["plain"])
-        pacer._timed(8, 1, 1.0, pacer._factor["trees"])
-    assert pacer._factor["plain"] / pacer._factor["trees"] == pytest.approx(2.0, rel=0.1)
+            pacer._timed(1, 30, 60.0, pacer._drift.factor["plain"])
+        pacer._timed(8, 1, 1.0, pacer._drift.factor["trees"])
+    assert pacer._drift.factor["plain"] / pacer._drift.factor["trees"] == pytest.approx(2.0, rel=0.1)

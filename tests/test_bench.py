@@ -22,6 +22,8 @@ COMMANDS = {
     "long_context": "--shape tiny --prompts 40 --new 6 --budget 4 --chunk 16 --repeats 1",
     "moe": "--shape tiny-moe --rows 3 20 --layers 2 --dtype float32 --repeats 1",
     "products": "--shape tiny --rows 3 --names qkv gate_up --repeats 1",
+    "serve_budgets": "--shape tiny --dtype float32 --budgets 1 4 auto --sizes 1 4 8 --clients 1 2 --answers 1 "
+    "--prompt 9 --max_new_tokens 12 --context 256",
     "start_up": "--shape tiny --dtype float32 --budget 4 --prompt 24 --slots 64",
     "synthetic_accept": "--shape tiny --dtype float32 --budgets 4 --accept 3 --length 24 --slots 96 --steps 8",
     "train_step": "--shape tiny --dtype float32 --sequence 64 --anchors 8 --steps 1 --repeats 1 --parts",

@@ -310,6 +310,9 @@ def test_what_does_not_fit_a_slot_is_refused_by_name(option, wanted):
         slots().check(Row([1, 2, 3], requests.resolve(TARGET, SamplingConfig(**{"max_new_tokens": 4} | option)), NODES))
     with pytest.raises(ConfigError, match="budget=9: trees have 8 nodes"):
         slots().check(Row([1], requests.resolve(TARGET, SamplingConfig(4)), 9))
+    with pytest.raises(ConfigError, match="budget=auto: trees have 8 nodes here; give a number"):
+        slots().check(Row([1], requests.resolve(TARGET, SamplingConfig(4)), "auto"))
+    assert slots().usual == NODES
 
 
 def test_plans_that_cannot_be_meant():

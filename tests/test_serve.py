@@ -99,6 +99,10 @@ def test_what_speculation_did_adds_up(client):
     assert steps == drafted.rounds and found["num_draft_tokens"] == sum(drafted.tree_sizes) - drafted.rounds
     assert found["mean_acceptance_length"] == pytest.approx(drafted.acceptance_length)
     assert found["num_spec_tokens"] == served.DEPTH
+    rates = got.metrics["tokens_per_second"]
+    assert rates["plain"] is None and rates["speculative"] == pytest.approx(
+        32 / got.metrics["seconds"]["decode"], rel=0.01
+    )
 
 
 def test_choices_have_the_next_seeds_and_prompts_their_order(client):
@@ -290,6 +294,90 @@ def test_garbage_on_the_line(server):
     assert httpx.get(server.url + "/health").status_code == 200
 
 
+def test_an_error_of_ours_has_the_shape_of_others(server, monkeypatch, capsys):
+    """It is said in one line on stderr, and the server lives."""
+    monkeypatch.setattr(Service, "read", lambda *rest: 1 / 0)
+    got = post(server, TEXT, {"prompt": "x"})
+    assert got.status_code == 500 and got.json()["error"]["type"] == "server_error"
+    said = [""]
+    assert soon(lambda: "ZeroDivisionError" in (said.append(said[-1] + capsys.readouterr().err) or said[-1]))
+    monkeypatch.undo()
+    assert post(server, TEXT, {"prompt": "x", "max_tokens": 2}).status_code == 200
+
+
+def test_bodies_that_come_in_pieces_are_bounded_too(server, monkeypatch):
+    """Too many bytes without a length, and one that never ends."""
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as line:
+        line.sendall(head + b"400\r\n" + b" " * 0x400 + b"\r\n")
+        for _ in range(4):
+            line.sendall(b"400\r\n" + b" " * 0x400 + b"\r\n")
+        assert line.recv(1000).split()[1] == b"413"
+    monkeypatch.setattr("jetspec_jax.serve.app.BODY_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as line:
+        line.sendall(head + b"1\r\n{\r\n")
+        assert line.recv(1000).split()[1] == b"408"
+
+
+BROKEN = b"a\xc3", b"\xed\xa0\x80", b"\\ud800", b"\\udfff\\ud800"
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [("prompt", BROKEN[0]), *(("stop", said) for said in BROKEN), ("bad_words", BROKEN[2])],
+    ids=range(6),
+)  # of prompts a real tokenizer refuses the others
+def test_broken_text_is_refused(server, key, said):
+    """Half a character, and half a pair of surrogates, raw and escaped."""
+    value = b'"' + said + b'"' if key == "prompt" else b'["' + said + b'"]'
+    other = b"" if key == "prompt" else b'"prompt": "x", '
+    got = post(server, TEXT, b"{" + other + b'"max_tokens": 2, "' + key.encode() + b'": ' + value + b"}")
+    error = got.json()["error"]
+    assert got.status_code == 400 and ("UTF-8" in error["message"] or error["param"] == key), error
+
+
+def slow_reader(server, **more) -> socket.socket:
+    """A caller whose answer is some megabytes, and who has read nothing of it."""
+    body = {"prompt": [5, 6], "n": 16, "max_tokens": 200, "ignore_eos": True, "logprobs": 20, "seed": 3, "stream": True}
+    data = json.dumps(body | more).encode()
+    line = socket.socket()
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    line.settimeout(20)
+    line.connect(("127.0.0.1", server.port))
+    line.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    return line
+
+
+def test_a_slow_reader_holds_up_nobody(server):
+    """Slots are free while its answer still waits, others have theirs; read at last, it is whole."""
+    with slow_reader(server) as line:
+        assert soon(lambda: server.service.scheduler.running)
+        got = post(server, TEXT, {"prompt": [7, 8], "max_tokens": 9, "seed": 4}).json()["choices"][0]["text"]
+        assert got == offline([7, 8], temperature=1.0, seed=4, max_new_tokens=9).text
+        assert server.quiet(60) and server.service.exchanges >= 1
+        assert [line.recv(1) for _ in range(9)] == [b"%c" % c for c in b"HTTP/1.1 "]
+        data = b""
+        while b"data: [DONE]" not in data[-100:]:
+            data += line.recv(1 << 16)
+    text = [""] * 16
+    for event in data.decode().split("data: ")[1:]:
+        if event.startswith("{"):
+            (choice,) = json.loads(event.partition("\n")[0].strip())["choices"]
+            text[choice["index"]] += choice["text"]
+    options = [SamplingConfig(200, temperature=1.0, seed=3 + i, ignore_eos=True) for i in range(16)]
+    assert text == [result.text for result in speculate.generate(TARGET, None, [[5, 6]] * 16, None, options)]
+    assert soon(lambda: server.service.exchanges == 0)
+
+
+def test_who_reads_nothing_at_all_is_let_go(server, monkeypatch):
+    monkeypatch.setattr("jetspec_jax.serve.exchange.STALLED_SECONDS", 0.3)
+    before = sum(" 499 " in line for line in server.lines)
+    with slow_reader(server):
+        assert soon(lambda: sum(" 499 " in line for line in server.lines) > before, 60)
+        assert server.quiet() and soon(lambda: server.service.exchanges == 0)
+    assert post(server, TEXT, {"prompt": [7, 8], "max_tokens": 2}).status_code == 200
+
+
 def test_a_full_queue_is_429_at_once(server, monkeypatch):
     monkeypatch.setattr(server.service.scheduler, "most", 1)
     begin = time.monotonic()
@@ -382,6 +470,7 @@ def test_the_page_in_a_browser(server):
         page.wait_for_function("document.getElementById('send').textContent === 'Send'")
         wanted = offline(TARGET.encode_messages(SAY), max_new_tokens=30).text
         assert page.inner_text(".assistant").strip() == wanted.strip()
+        assert float(page.inner_text("#rate")) > 0 and page.inner_text("#plain") == "not measured"
         assert page.locator("#tree svg text").count() == served.NODES and not wrong
         page.fill("#most", "5000")
         page.fill("#say", "more")

@@ -75,3 +75,24 @@ def test_positions_survive_16_bits():
 def test_impossible_acceptance_is_refused(acceptance):
     with pytest.raises(ConfigError, match="acceptance="):
         SyntheticConfig(acceptance, tiny.VOCAB, 4)
+
+
+def test_a_draft_with_ranks_knows_how_often_it_is_right():
+    """Trees accept what their own probabilities promise; larger ones more."""
+    loaded, ranks = tiny.target("dense"), (0.6, 0.2, 0.1)
+    model, params = synthetic.scripted(loaded.model, loaded.params, loaded.config.hidden_size)
+    target = dataclasses.replace(loaded, model=model, params=params)
+    head = load_drafter("synthetic", target, SyntheticConfig(1.0, tiny.VOCAB, 3, ranks=ranks))
+    plain = speculate.generate(target, None, PROMPT, None, SamplingConfig(400))
+    # Paths of at most three steps, the most probable first: 0.6, 0.36, 0.216, 0.2, 0.12, 0.12, 0.1 ...
+    for nodes, wanted in ((4, 2.176), (8, 2.716)):
+        result = speculate.generate(target, head, PROMPT, TreeConfig(nodes), SamplingConfig(400))
+        lengths = np.array(result.accept_lengths[:-1])
+        assert result.token_ids == plain.token_ids
+        assert abs(lengths.mean() - wanted) <= 4 * lengths.std() / np.sqrt(lengths.size)
+
+
+@pytest.mark.parametrize("ranks", [(0.2, 0.6), (0.9, 0.2), (0.5, 0.0)], ids=str)
+def test_impossible_ranks_are_refused(ranks):
+    with pytest.raises(ConfigError, match="ranks="):
+        SyntheticConfig(1.0, tiny.VOCAB, 4, ranks=ranks)

@@ -6,6 +6,9 @@ acceptance, and the tokens say nothing. A real head may run inside, for its cost
 
     model, weights = synthetic.scripted(target.model, target.params, width)
     draft, params = synthetic.build(SyntheticConfig(3.5, vocab_size))
+
+With `ranks` the draft knows how often it is right: the right token is among its candidates, at a rank that is drawn
+from the probabilities that it gives them. Larger trees then accept more, as far as these probabilities say.
 """
 
 from __future__ import annotations
@@ -36,14 +39,20 @@ class SyntheticConfig:
     vocab_size: of the target.
     depth: positions drafted a round.
     seed: of the script and of the rounds' luck.
+    ranks: probabilities of the draft's candidates at each depth, the largest first; what they leave to 1 is that the
+      right token is none of them. () follows `acceptance`, which says nothing beside others.
     """
 
     acceptance: float | tuple[float, ...]
     vocab_size: int
     depth: int = 15
     seed: int = 0
+    ranks: tuple[float, ...] = ()
 
     def __post_init__(self):
+        falling = list(self.ranks) == sorted(self.ranks, reverse=True)
+        if self.ranks and not (falling and self.ranks[-1] > 0 and sum(self.ranks) <= 1 + 1e-6):
+            raise ConfigError(f"ranks={self.ranks}: give falling probabilities that are at most 1 together")
         if isinstance(self.acceptance, tuple):
             if len(self.acceptance) > self.depth or not all(0 <= share <= 1 for share in self.acceptance):
                 raise ConfigError(f"acceptance={self.acceptance}: give at most {self.depth} shares in 0..1")
@@ -104,14 +113,16 @@ class Scripted:
 class Synthetic:
     """The draft; implements `contracts.Draft`.
 
-    params: {"script": [n], "reach": [D], "seed": [], "inner": ...}.
+    params: {"script": [n], "reach": [D], "ranks": [K], "seed": [], "inner": ...}.
     inner: a block head's draft that runs for its cost alone, or None.
+    ranked: whether candidates have the probabilities of `ranks`.
     """
 
     vocab_size: int
     depth: int
     rule: Rule
     inner: Any = None
+    ranked: bool = False
 
     scored: ClassVar[bool] = True
 
@@ -151,11 +162,26 @@ class Synthetic:
         if self.inner:
             logits, state = self.inner.logits(params["inner"], state, choice.anchor, length, ends)
         at = jnp.arange(self.depth)
+        if self.ranked:
+            return choice.tree(self.rule, self._candidates(params, length, logits), budget), state
         luck = jax.vmap(lambda n: jax.random.uniform(jax.random.fold_in(jax.random.key(params["seed"]), n)))(length)
         right = (luck[:, None] < params["reach"][: self.depth]).sum(-1, keepdims=True)
         token = script_at(params, length[:, None] + at)
         wrong = (token + 1) % self.vocab_size
         return choice.tree(self.rule, _favour(logits, jnp.where(at < right, token, wrong)), budget), state
+
+    def _candidates(self, params, length: Int[Array, " B"], logits: Float[Array, "B D V"]) -> Float[Array, "B D V"]:
+        """Returns logits under which the script's token has a rank that is drawn for each position anew."""
+        ranks, vocab = params["ranks"], self.vocab_size
+        position = length[:, None] + jnp.arange(self.depth)
+        draw = lambda p, n: jax.random.uniform(
+            jax.random.fold_in(jax.random.fold_in(jax.random.key(params["seed"]), n), p)
+        )
+        luck = jax.vmap(jax.vmap(draw, (0, None)))(position, length)
+        rank = (luck[..., None] >= jnp.cumsum(ranks)).sum(-1)  # K where it is none of them
+        place = (jnp.arange(vocab) - (script_at(params, position) - rank)[..., None]) % vocab
+        known = jnp.log(ranks)[jnp.minimum(place, ranks.size - 1)]
+        return jnp.where(place < ranks.size, known + 0.0 * logits, -BONUS)
 
 
 def script_at(params: dict, position: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
@@ -194,10 +220,11 @@ def build(config: SyntheticConfig, dtype=None, backend=None, inner=None, inner_p
     params = {
         "script": script(config.vocab_size, config.seed),
         "reach": jnp.array(config.reach(), jnp.float32),
+        "ranks": jnp.array(config.ranks, jnp.float32),
         "seed": jnp.uint32(config.seed),
         "inner": inner_params,
     }
-    return Synthetic(config.vocab_size, depth, Rule(64), inner), params
+    return Synthetic(config.vocab_size, depth, Rule(64), inner, bool(config.ranks)), params
 
 
 def _favour(logits: Float[Array, "*rows V"], token: Int[Array, "*rows"]) -> Float[Array, "*rows V"]:

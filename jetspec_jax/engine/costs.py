@@ -45,8 +45,9 @@ class Table(NamedTuple):
     def winning(self, depth: int, least: int = 1) -> tuple[int, ...]:
         """Returns the sizes that can be the best choice for some text.
 
-        Left out is what costs no less than a larger one, and what costs more than plain decoding of all that it could
-        ever commit, in every context.
+        Left out is, in every context, what costs no less than a larger one, what costs more than plain decoding of all
+        that it could ever commit, and what costs as much a node as a smaller tree: its first nodes are the more
+        probable ones.
 
         Args:
           depth: longest path of any tree.
@@ -59,6 +60,7 @@ class Table(NamedTuple):
             place = self.sizes.index(size)
             beaten = any(row[self.sizes.index(other)] <= row[place] for other in able if other > size)
             most = min(size, depth + 1)
+            beaten |= any(row[self.sizes.index(m)] * size <= row[place] * m for m in able if 1 < m < size)
             return not beaten and (plain is None or size == 1 or row[place] < most * row[plain])
 
         found = tuple(size for size in able if size == 1 or any(pays(size, row) for row in self.seconds))
@@ -78,17 +80,20 @@ def contexts(capacity: int, spare: int) -> tuple[int, ...]:
     return (*found, last) if last > FIRST_CONTEXT * 2 else (max(last // 2, 1),)
 
 
-def measure(run: Callable[[int, int], float], sizes: Sequence[int], at: Sequence[int]) -> Table:
+def measure(
+    run: Callable[[int, int], float], sizes: Sequence[int], at: Sequence[int], passes: int | None = None
+) -> Table:
     """Returns the table that timed rounds make.
 
     Args:
       run: of size and context; returns the seconds of a round.
       sizes: nodes of a round.
       at: contexts.
+      passes: over all sizes; None is `PASSES`.
     """
     rows = []
     for context in at:
-        turns = [[run(size, context) for size in sizes] for _ in range(PASSES)]
+        turns = [[run(size, context) for size in sizes] for _ in range(passes or PASSES)]
         # A pass that other work has slowed counts by the shares of its parts.
         whole = statistics.median(sum(turn) for turn in turns)
         shares = zip(*([part / sum(turn) for part in turn] for turn in turns), strict=True)

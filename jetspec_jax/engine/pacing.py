@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,39 @@ UNBOUND = MAX_BUDGET  # budget of a row that takes whatever size is in force
 KEPT = 16  # beliefs of a process
 
 _BELIEFS: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
+
+
+class Drift:
+    """How much longer rounds take now than the table says: the machine does other work too.
+
+    Trees share what is seen of any of them. A plain step is bound by memory where they are bound by arithmetic, so it
+    has a factor of its own; but a burst of other work that falls on one kind must not make the other look fast.
+
+    factor: of either kind, 1 as measured.
+    """
+
+    def __init__(self) -> None:
+        self.factor = {"plain": 1.0, "trees": 1.0}
+
+    def of(self, sizes: Sequence[int]) -> list[float]:
+        """Returns the factor of each size."""
+        return [self.factor["plain" if size == 1 else "trees"] for size in sizes]
+
+    def heed(self, size: int, ran: int, spent: float, expected: float) -> None:
+        """Takes in how long a block took.
+
+        Args:
+          size: of the block.
+          ran: rounds of it.
+          spent: seconds.
+          expected: of a round.
+        """
+        seen = spent / ran / expected
+        each, most = HEED
+        kind, other = ("plain", "trees") if size == 1 else ("trees", "plain")
+        weight = min(each * ran, most) * min(spent / BLOCK_SECONDS[0], 1.0)  # a launch is much of a short block
+        heeded = min(max(seen, 1 / FAR), FAR) ** weight
+        self.factor = {kind: self.factor[kind] * heeded, other: self.factor[other] * heeded**SHARED}
 
 
 class Pacer:
@@ -70,7 +103,7 @@ class Pacer:
         self._next, self._block = (sizes[-1], 1), FIRST_ROUNDS
         self._resting, self._worked = False, 0.0
         self._expected: dict[int, float] = {}
-        self._factor = {"plain": 1.0, "trees": 1.0}
+        self._drift = Drift()
 
     @property
     def bucket(self) -> int:
@@ -79,7 +112,7 @@ class Pacer:
 
     def prepare(self, params: dict, state: State) -> None:
         """Compiles the sizes that can win, and measures all where no table is kept. `state` is left as it is."""
-        start, self._factor = _BELIEFS.get(self._memory, (None, self._factor))
+        start, self._drift = _BELIEFS.get(self._memory, (None, self._drift))
         belief = pacing.start(self._largest.nodes) if start is None else jax.tree.map(jnp.asarray, start)
         sizes = tuple(self._paces)
         table = costs.read(self._about, self._key, sizes)
@@ -145,7 +178,7 @@ class Pacer:
 
     def remember(self) -> None:
         """Keeps what rounds have said for the next batch of this process."""
-        _BELIEFS[self._memory] = fetch(self._belief), self._factor
+        _BELIEFS[self._memory] = fetch(self._belief), self._drift
         _BELIEFS.move_to_end(self._memory)
         while len(_BELIEFS) > KEPT:
             _BELIEFS.popitem(last=False)
@@ -153,8 +186,7 @@ class Pacer:
     def _look(self, state: State, ran: Any = 0) -> int:
         """Chooses the next block, on the device; returns the rounds that the last one ran, as a number."""
         sizes = self.ladder.sizes
-        factor = [self._factor["plain" if size == 1 else "trees"] for size in sizes]
-        price = self._price._replace(factor=jnp.array(factor, jnp.float32))
+        price = self._price._replace(factor=jnp.array(self._drift.of(sizes), jnp.float32))
         doing = jnp.bool_(self._resting), jnp.float32(self._worked)
         chosen = self._choose(self._belief, price, state.length, state.reason, *doing)
         found, ran = fetch((chosen, ran))
@@ -163,28 +195,13 @@ class Pacer:
         return int(ran)
 
     def _timed(self, size: int, ran: int, spent: float, expected: float) -> None:
-        """Takes in how long a block took: the machine does other work too, which the table knows nothing of.
-
-        Trees share what is seen of any of them. A plain step is bound by memory where they are bound by arithmetic, so
-        it has a factor of its own; but a burst of other work that falls on one kind must not make the other look fast.
-
-        Args:
-          size: of the block.
-          ran: rounds of it.
-          spent: seconds.
-          expected: of a round.
-        """
+        """Takes in how long a block took; the arguments are those of `Drift.heed`."""
         if size == 1:
             self._block, self._worked = FIRST_ROUNDS, 0.0
         else:
             self._block, self._worked = min(2 * self._block, pacing.MANY), self._worked + spent
         if ran:
-            seen = spent / ran / expected
-            each, most = HEED
-            kind, other = ("plain", "trees") if size == 1 else ("trees", "plain")
-            weight = min(each * ran, most) * min(spent / BLOCK_SECONDS[0], 1.0)  # a launch is much of a short block
-            heeded = min(max(seen, 1 / FAR), FAR) ** weight
-            self._factor = {kind: self._factor[kind] * heeded, other: self._factor[other] * heeded**SHARED}
+            self._drift.heed(size, ran, spent, expected)
 
     def _compile(self, size: int, params: dict, state: State, belief: Belief) -> None:
         if size not in self._runs:

@@ -10,75 +10,30 @@ report = slots.get(slots.launch(slots.plan.nodes, 4, used, ended=[]))
 
 Every call but `get` returns while the device still works. A batch is as wide as a bucket of the plan, and only rows are
 copied when it becomes another. Options that no row of a batch uses cost nothing: a block is compiled for a few sets of
-them, and what of the state a set has no use for is laid aside meanwhile.
+them. With several sizes of trees a block is compiled for each that can win, by what it costs here; `tempo` says which
+is next.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 
-from jetspec_jax.engine import geometry, requests
-from jetspec_jax.engine.geometry import Geometry, Words
-from jetspec_jax.engine.programs import program
+from jetspec_jax.engine import geometry, pacing
+from jetspec_jax.engine.kit import ENDS, SETS, WORDS, Kit, Plan, Set, Trees, narrowed, widened
 from jetspec_jax.engine.requests import on_device
 from jetspec_jax.engine.rows import Row
+from jetspec_jax.engine.tempo import Tempo
 from jetspec_jax.fields import ConfigError
 from jetspec_jax.files.pair import LoadedHead, LoadedTarget
-from jetspec_jax.loop import slots as loop
 from jetspec_jax.loop.contracts import Draft
-from jetspec_jax.loop.decoder import Decoder, insert
-from jetspec_jax.loop.slots import Report
+from jetspec_jax.loop.slots import Order, Report
 from jetspec_jax.loop.state import State
-from jetspec_jax.options import SamplingConfig
-
-SAMPLED = frozenset({"temperature"})
-ALL = SAMPLED | {"top_k", "top_p", "min_p", "penalties", "bias", "bad_words", "min_length", "logprobs"}
-Set = frozenset[str]
-SETS: tuple[Set, ...] = (Set(), SAMPLED, ALL)  # of options, each a program of a block: the cheapest that will do is run
-WORDS = Words(bias=304, bad=16, tokens=8)  # of a row at most; OpenAI's interface has 300 biased tokens
-ENDS = 16
-TOP = 20  # most probable tokens beside a committed one
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The sizes that a server can have.
-
-    capacity: cache slots of a row, as `geometry.slots` rounds them. batches: rows of a batch, ascending powers of two
-    from 1 on. nodes: tree nodes of a round. chunks: prompt rows read at a time, ascending.
-    """
-
-    capacity: int
-    batches: tuple[int, ...]
-    nodes: int
-    chunks: tuple[int, ...]
-
-    def __post_init__(self):
-        if list(self.batches) != [1 << i for i in range(len(self.batches))] or not self.batches:
-            raise ValueError(f"batches={self.batches}: give powers of two from 1 on, none left out")
-        sizes = list(self.chunks)
-        if sizes != sorted(set(sizes)) or not sizes or not 1 <= sizes[0] <= sizes[-1] <= self.capacity:
-            raise ValueError(f"chunks={self.chunks}: give ascending numbers in 1..{self.capacity}")
-
-    @property
-    def rows(self) -> int:
-        """Rows of the largest batch."""
-        return self.batches[-1]
-
-    def geometry(self, batch: int) -> Geometry:
-        """Returns the sizes of a batch that can hold any row."""
-        return Geometry(batch, self.capacity, self.nodes, self.capacity, ENDS, WORDS, ALL)
-
-    def chunk(self, left: int) -> int:
-        """Returns how many rows the next piece reads of so many that are left."""
-        return next((size for size in self.chunks if size >= left), self.chunks[-1])
+from jetspec_jax.options import AUTO, SamplingConfig
 
 
 @dataclasses.dataclass
@@ -91,67 +46,90 @@ class Reading:
     done: int
 
 
+class Sent(NamedTuple):
+    """A report that is still on the device: its shapes, and its bits."""
+
+    shapes: Report
+    bits: jax.Array
+
+
 class Slots:
     """A running batch on the device, of rows that the host names by their slots.
 
-    batch: slots now. compiled: programs that were made by `prepare`.
+    batch: slots now.
     """
 
     def __init__(
-        self, target: LoadedTarget, head: LoadedHead | None, draft: Draft, plan: Plan, sets: Sequence[Set] = SETS
+        self,
+        target: LoadedTarget,
+        head: LoadedHead | None,
+        draft: Draft | Trees,
+        plan: Plan,
+        sets: Sequence[Set] = SETS,
     ):
         """Makes a batch without rows, and compiles nothing yet.
 
         Args:
           target: what `load_target` returns.
           head: what `load_head` returns; None where `draft` is plain.
-          draft: in the shape of the plan.
+          draft: in the shape of the plan; `Trees` where there are several.
           plan: sizes.
           sets: of options that rows may use together, the cheapest first.
         """
         if getattr(target, "mesh", None):
             raise ConfigError("mesh: the server and conversations decode on one device; leave the mesh out")
-        self._sets = tuple(sets)
-        self.target, self.head, self.plan = target, head, plan
-        self.batch, self.compiled = 1, 0
-        whole = Decoder(target.model, draft, plan.capacity, True, plan.chunks[-1], TOP)
-        self.decoder = whole
-        self._decoders = {plan.nodes: whole}  # of blocks, by their nodes
-        self._readers = {size: dataclasses.replace(whole, prefill_chunk=size) for size in plan.chunks}
-        self._params = {"target": target.params, "draft": head.params if head else None}
+        trees = draft if isinstance(draft, Trees) else Trees({draft.nodes: draft})
+        self.target, self.head, self.plan, self.batch = target, head, plan, 1
+        self._kit = Kit(target, head, trees, plan, sets)
+        self._mind = self._kit.mind if self._kit.tempo else None
         self._state: Any = None
         self._spare: list[State] = []  # of one row each, for prompts to be read into
 
     @property
+    def compiled(self) -> int:
+        """Programs that were made by `prepare`."""
+        return self._kit.compiled
+
+    @property
+    def tempo(self) -> Tempo | None:
+        """Which size of trees is next; None where there is one."""
+        return self._kit.tempo
+
+    @property
     def depth(self) -> int:
         """Drafted positions of a round."""
-        return self.decoder.depth
+        return self._kit.decoder.depth
 
     @property
     def room(self) -> int:
         """Tokens that a prompt and its answer may have together."""
         return min(self.plan.capacity - self.depth - 1, self.target.config.context_length)
 
+    @property
+    def usual(self) -> int | str:
+        """The budget of a row that asks for none."""
+        return AUTO if self.tempo else self.plan.nodes
+
     def prepare(self, say: Callable[[str], None] = lambda line: None) -> None:
-        """Compiles every program that can be needed, and runs each kind once.
+        """Compiles every program that can be needed, and runs each kind once; measures what no table is kept of.
 
         say: is told what is being compiled.
         """
-        begin = time.perf_counter()
-        for number, (name, function, decoder, args, donate) in enumerate(self._programs(), 1):
-            say(f"compiling {name} (program {number}, {time.perf_counter() - begin:.0f} s)")
-            program(function, decoder, *args, donate=donate)
-            self.compiled = number
-        blank = requests.arrays([[0]], [SamplingConfig(0, eos=())], [1], self.plan.geometry(1))
-        self._state, spare = (self._run(loop.vacant, self.decoder, self._params, blank) for _ in range(2))
+        self._kit.make(say)
+        self._state, spare = (self._kit["vacant",](self._kit.params, self._kit.blank()) for _ in range(2))
         self._spare = [spare]
         tokens = [0] * min(2, self.room - 1)  # a short answer, so that what the host itself needs is there too
         reading = self.open(Row(tokens, SamplingConfig(1, eos=()), 1))
         while not self.read(reading):
             pass
         self.insert(reading, 0)
-        for options in self._sets:
-            self.get(self.launch(self.plan.nodes, 1, options, [0]))
+        for options in self._kit.sets:
+            for nodes in self.sizes(options):
+                self.get(self.launch(nodes, 1, options, [0]))
+
+    def sizes(self, options: Collection[str]) -> tuple[int, ...]:
+        """Returns the nodes that a block of the batch as it is now may have, for rows of such options."""
+        return self._kit.sizes(self.batch, self._kit.kind(options))
 
     def open(self, row: Row, prefix: State | None = None, held: int = 0) -> Reading:
         """Begins to read a prompt.
@@ -164,8 +142,8 @@ class Slots:
         state = prefix
         if state is None:
             state = self._spare.pop() if self._spare else self._blank()
-        request = requests.arrays([row.ids], [row.option], [int(row.budget)], self.plan.geometry(1))
-        return Reading(row, request, state, held)
+        budget = pacing.UNBOUND if row.budget == AUTO else int(row.budget)
+        return Reading(row, self._kit.request([row.ids], [row.option], [budget]), state, held)
 
     def usable(self, common: int, known: int, prompt: int) -> int:
         """Returns how many rows of a kept state a prompt can take over.
@@ -182,9 +160,8 @@ class Slots:
         """Reads the next piece of a prompt; returns whether it was the last."""
         left = len(reading.row.ids) - reading.done
         size = self.plan.chunk(left)
-        start = on_device(reading.done, np.int32)
-        args = self._params, reading.state, reading.request, start
-        reading.state = self._run(loop.read, self._readers[size], *args, donate=(1,))
+        args = self._kit.params, reading.state, reading.request, on_device(reading.done, np.int32)
+        reading.state = self._kit["read", size](*args)
         # Near the end of the cache a piece begins earlier, and reads that many fewer new rows.
         reading.done = min(reading.done, self.plan.capacity - size) + size
         return reading.done >= len(reading.row.ids)
@@ -199,8 +176,7 @@ class Slots:
 
     def insert(self, reading: Reading, slot: int) -> None:
         """Puts a prompt that has been read into a slot, whatever it held; its row runs from the next block on."""
-        args = self._state, on_device(slot, np.int32), reading.state
-        self._state = self._run(insert, self.decoder, *args, donate=(0,))
+        self._state = self._kit["insert", self.batch](self._state, on_device(slot, np.int32), reading.state)
         if not self._spare:
             self._spare.append(reading.state)
 
@@ -212,18 +188,18 @@ class Slots:
         padded = [*rows, *[None] * (batch - len(rows))]
         index = on_device([row or 0 for row in padded], np.int32)
         live = on_device([row is not None for row in padded], bool)
-        self._state = self._run(loop.pick, self.decoder, self._state, index, live)
+        self._state = self._kit["pick", self.batch, batch](self._state, index, live)
         self.batch = batch
 
     def take(self, slot: int) -> State:
         """Returns a row by itself, as a state that another prompt can begin with."""
-        return self._alone(self._state, slot)
+        return self._alone(self.batch, self._state, slot)
 
     def copy(self, state: State) -> State:
         """Returns a copy of what `take` returned: the reading of a prompt uses it up."""
-        return self._alone(state, 0)
+        return self._alone(1, state, 0)
 
-    def launch(self, nodes: int, rounds: int, options: Collection[str], ended: Collection[int]) -> Report:
+    def launch(self, nodes: int, rounds: int, options: Collection[str], ended: Collection[int]) -> Sent:
         """Starts a block of rounds, and returns its report on the device.
 
         Args:
@@ -232,17 +208,23 @@ class Slots:
           options: that its rows use, as `geometry.used` names them.
           ended: slots that the host ends before the first round.
         """
-        kind = next(known for known in self._sets if known >= set(options))
-        stop = on_device([slot in ended for slot in range(self.batch)], bool)
-        state = self._state
-        args = self._params, _narrowed(state, kind), on_device(rounds, np.int32), stop
-        new, report = self._run(loop.block, self._decoders[nodes], *args, donate=(1,))
-        self._state = _widened(new, state)
-        return report
+        kit, kind = self._kit, self._kit.kind(options)
+        # Numbers go as numpy has them: an array of jax's own costs the host several times as long.
+        stop = np.array([slot in ended for slot in range(self.batch)])
+        state, count = self._state, np.int32(rounds)
+        run, args = kit["block", self.batch, nodes, kind], (kit.params, narrowed(state, kind))
+        if self.tempo:
+            fresh, worked = map(np.float32, self.tempo.taken())
+            price = self.tempo.price(self.batch, kit.sizes(self.batch, kind))
+            new, self._mind, bits = run(*args, self._mind, price, Order(*cast(Any, (count, stop, fresh, worked))))
+        else:
+            new, bits = run(*args, count, stop)
+        self._state = widened(new, state)
+        return Sent(kit.shapes(self.batch, nodes, kind), bits)
 
-    def get(self, report: Report) -> Report:
+    def get(self, sent: Sent) -> Report:
         """Returns a report on the host; waits for its block."""
-        return jax.device_get(report)
+        return _unpacked(sent.shapes, np.asarray(sent.bits))
 
     def check(self, row: Row) -> None:
         """Raises ConfigError where a row does not fit into a slot; it fits the target."""
@@ -261,62 +243,27 @@ class Slots:
         for name, (count, room, what) in lists.items():
             if count > room:
                 raise ConfigError(f"{name} has {count}, and a row has room for {room} ({what})")
+        if row.budget == AUTO and self.tempo:
+            return
         if not isinstance(row.budget, int):
             raise ConfigError(f"budget={row.budget}: trees have {self.plan.nodes} nodes here; give a number")
         if row.budget > self.plan.nodes:
             raise ConfigError(f"budget={row.budget}: trees have {self.plan.nodes} nodes; give at most that")
 
-    def _alone(self, state: State, slot: int) -> State:
-        args = state, on_device([slot], np.int32), on_device([False], bool)
-        return self._run(loop.pick, self.decoder, *args)
+    def _alone(self, batch: int, state: State, slot: int) -> State:
+        return self._kit["pick", batch, 1](state, on_device([slot], np.int32), on_device([False], bool))
 
     def _blank(self) -> State:
-        return self._alone(self._state, 0)
-
-    def _run(self, function, decoder: Decoder, *args, donate: tuple[int, ...] = ()) -> Any:
-        return program(function, decoder, *args, donate=donate).run(*args)
-
-    def _shapes(self, batch: int) -> State:
-        """Returns the shapes of a state, on the device that the parameters are on."""
-        place = next(iter(jax.tree.leaves(self._params))).sharding
-        blank = requests.arrays([[0]], [SamplingConfig(0, eos=())], [1], self.plan.geometry(batch))
-        shapes = jax.eval_shape(functools.partial(loop.vacant, self.decoder), self._params, blank)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
-
-    def _programs(self) -> Iterator[tuple[str, Any, Decoder, tuple, tuple[int, ...]]]:
-        """Yields what each program is for, its function, decoder and arguments, and which of these it may overwrite."""
-        request = requests.arrays([[0]], [SamplingConfig(0, eos=())], [1], self.plan.geometry(1))
-        one, number = self._shapes(1), on_device(0, np.int32)
-        yield "an empty slot", loop.vacant, self.decoder, (self._params, request), ()
-        for size, reader in self._readers.items():
-            yield f"pieces of {size} prompt tokens", loop.read, reader, (self._params, one, request, number), (1,)
-        for batch in self.plan.batches:
-            state, stop = self._shapes(batch), on_device([False] * batch, bool)
-            for nodes, decoder in self._decoders.items():
-                for options in self._sets:
-                    name = f"rounds of {batch} x {nodes} nodes, {_said(options)}"
-                    yield name, loop.block, decoder, (self._params, _narrowed(state, options), number, stop), (1,)
-            yield f"a row into {batch}", insert, self.decoder, (state, number, one), (0,)
-            for other in sorted({1, batch // 2, batch * 2} & set(self.plan.batches)):
-                rows = on_device([0] * other, np.int32), on_device([False] * other, bool)
-                yield f"{other} of {batch} rows", loop.pick, self.decoder, (state, *rows), ()
+        return self._alone(self.batch, self._state, 0)
 
 
-def _narrowed(state: State, options: frozenset[str]) -> State:
-    """Returns the state without what rows of these options have no use for."""
-    kept = {"seed", *options}
-    laid: dict[str, Any] = {field: None for field in state.sampling._fields if field not in kept}
-    sampling = state.sampling._replace(**laid)
-    state = state._replace(sampling=sampling)
-    return state if "logprobs" in options else state._replace(logprobs=None, top=None)
+def _unpacked(shapes: Report, bits: np.ndarray) -> Report:
+    """Returns the report that a packed block gave as one array of int32."""
+    leaves, structure = jax.tree.flatten(shapes)
+    parts = np.split(bits, np.cumsum([x.size for x in leaves])[:-1])
 
+    def part(bits, x):
+        found = bits.view(np.float32) if x.dtype == np.float32 else bits.astype(x.dtype, copy=False)
+        return found.reshape(x.shape)
 
-def _widened(new: State, old: State) -> State:
-    """Returns the new state with what was laid aside of the old one."""
-    laid = {f: getattr(old.sampling, f) for f in old.sampling._fields if getattr(new.sampling, f) is None}
-    new = new._replace(sampling=new.sampling._replace(**laid))
-    return new if new.logprobs is not None else new._replace(logprobs=old.logprobs, top=old.top)
-
-
-def _said(options: frozenset[str]) -> str:
-    return "every option" if options == ALL else "sampled" if options else "greedy"
+    return jax.tree.unflatten(structure, map(part, parts, leaves))

@@ -53,9 +53,9 @@ def paced(
         after, done = step_recorded(decoder, params, state)
         return i + 1, after, observed(pace, belief, state, done)
 
-    state = _narrowed(pace, params, state)
+    state = narrowed(pace, params, state)
     ran, state, belief = jax.lax.while_loop(running, body, (jnp.int32(0), state, belief))
-    return _widened(pace, state), belief, ran
+    return widened(pace, state), belief, ran
 
 
 @narrow
@@ -68,23 +68,25 @@ def paced_recorded(pace: Pace, params: dict, state: State, belief: Belief) -> tu
         )
         after, done = step_recorded(pace.decoder, params, state)
         return after, (faded(belief, jnp.float32(1.0), jnp.float32(1.0)), done)
-    state = _narrowed(pace, params, state)
+    state = narrowed(pace, params, state)
     after, done = step_recorded(pace.decoder, params, state)
-    return _widened(pace, after), (observed(pace, belief, state, done), done)
+    return widened(pace, after), (observed(pace, belief, state, done), done)
 
 
 def observed(pace: Pace, belief: Belief, before: State, done: Round) -> Belief:
     """Returns the belief after a round with trees.
 
+    What a row's own budget or its least probability keeps from being verified is worth nothing to it, however probable.
+
     Args:
       pace: whose round it was.
       belief: before it.
-      before: the state before it. Rows with budgets of their own, below the largest tree's, say nothing.
+      before: the state before it.
       done: what it did.
     """
     scores, tree, accepted = done.tree.scores, done.tree, done.accepted
     assert scores is not None  # callers refuse drafts without
-    counted = ~before.done & (before.budget >= pace.nodes)
+    counted = ~before.done
     share = counted / jnp.maximum(counted.sum(), 1)
     mean = lambda rows: (rows * share[:, None]).sum(0)
     nodes = jnp.arange(1, pace.nodes)
@@ -92,12 +94,15 @@ def observed(pace: Pace, belief: Belief, before: State, done: Round) -> Belief:
     verified = nodes < tree.size[:, None]
     on_path = jnp.arange(accepted.path.shape[1]) < accepted.count[:, None]
     kept = ((accepted.path[..., None] == nodes) & on_path[..., None]).any(1)
+    foreseen = _prolonged(pace, scores.spine, path)
+    least = 0.0 if before.least is None else before.least[:, None]
+    allowed = (nodes < before.budget[:, None]) & (foreseen >= least)
 
     some = counted.any().astype(jnp.float32)
     belief = faded(belief, (accepted.count * share).sum(), jnp.float32(0.0))
     return belief._replace(
         weight=belief.weight + some,
-        path=belief.path + mean(_prolonged(pace, scores.spine, path)),
+        path=belief.path + mean(jnp.where(allowed, foreseen, 0.0)),
         promised=belief.promised + mean(jnp.where(verified, path, 0.0)),
         kept=belief.kept + mean(kept),
         tested=belief.tested + some,
@@ -142,7 +147,7 @@ def _rested(pace: Pace, draft: Paused, params: dict, state: State, belief: Belie
     return state, faded(belief, steps, steps), ran
 
 
-def _narrowed(pace: Pace, params: dict, state: State) -> State:
+def narrowed(pace: Pace, params: dict, state: State) -> State:
     """Returns the state with room for the rows of these rounds alone; what waited is taken in."""
     decoder, draft = pace.decoder, cast(Any, pace.decoder.draft)
     if not draft.taps or decoder.depth == pace.depth:  # a round of the longest path takes in as many as may wait
@@ -151,7 +156,7 @@ def _narrowed(pace: Pace, params: dict, state: State) -> State:
     return state._replace(draft=draft.resized(inside, decoder.depth + 1))
 
 
-def _widened(pace: Pace, state: State) -> State:
+def widened(pace: Pace, state: State) -> State:
     """Returns the state with room for the rows of the longest path."""
     draft = cast(Any, pace.decoder.draft)
     return state._replace(draft=draft.resized(state.draft, pace.depth + 1)) if draft.taps else state

@@ -1,12 +1,16 @@
 """A running batch whose rows come and go: prompts read in pieces, blocks of rounds with a report, rows that move.
 
 The state of a batch goes from program to program and is never looked at. What the host needs of a block comes beside
-it, in arrays of their own, so that a block can be read while the next one runs.
+it, in arrays of their own, so that a block can be read while the next one runs. `block` runs rounds of one size;
+`paced_block` those of one size among several, and says which of them the next block should have.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +20,10 @@ from jetspec_jax.layers import masks
 from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.loop import tree as trees
 from jetspec_jax.loop.decoder import Decoder, Piece, commit, no_top, read_piece, step_recorded
-from jetspec_jax.loop.state import LENGTH, NONFINITE, RUNNING, Request, State, Top
+from jetspec_jax.loop.paced import Pace, narrowed, observed, widened
+from jetspec_jax.loop.pacing import Belief, Ladder, Next, Price, choose, faded, renewed
+from jetspec_jax.loop.paused import Paused
+from jetspec_jax.loop.state import LENGTH, NONFINITE, RUNNING, Request, Round, State, Top
 from jetspec_jax.loop.verify import Accepted
 
 ROUNDS = 16  # of a block at most: a report has room for so many
@@ -47,6 +54,34 @@ class Report(NamedTuple):
     logprobs: jax.Array | None  # [B, M] f32
     top: Top | None  # [B, M, K]
     drawn: Drawn
+    next: Next | None = None  # what the next block should be; None where there is one size
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """A program of blocks of one size among several; static.
+
+    pace: its rounds. ladder: the sizes that a batch may have.
+    """
+
+    pace: Pace
+    ladder: Ladder
+
+
+class Order(NamedTuple):
+    """What the host says to a block."""
+
+    rounds: jax.Array  # [] int32, at most; no more than `ROUNDS`
+    ended: jax.Array  # [B] bool, rows that the host ends before the first of them
+    fresh: jax.Array  # [] f32, share of the running rows that no block has had
+    worked: jax.Array  # [] f32, seconds of rounds with trees since the last plain step
+
+
+class Mind(NamedTuple):
+    """What a block hands on to the next one beside the state."""
+
+    belief: Belief
+    resting: jax.Array  # [] bool, `Next.resting`
 
 
 @narrow
@@ -144,33 +179,155 @@ def block(
       n: rounds, at most `ROUNDS`; fewer when every row has ended.
       ended: rows that the host ends before the first of them.
     """
-    state = state._replace(reason=jnp.where(ended & ~state.done, LENGTH, state.reason))
-    before = state
-    batch, path = state.length.shape[0], decoder.depth + 1
-    ints = lambda *shape: jnp.zeros((batch, *shape), jnp.int32)
-    drawn = Drawn(ints(decoder.nodes), ints(decoder.nodes), ints(), ints(path), ints())
+    before = _ended(state, ended)
+    walk = _Walk(jnp.int32(0), before, None, _undrawn(decoder, before))
+    walk = _walked(decoder, params, walk, n, lambda said, *_: said)
+    return walk.state, _report(decoder.capacity, decoder.depth, before, walk)
 
-    def running(carry):
-        i, state, _ = carry
-        return (i < jnp.minimum(n, ROUNDS)) & ~state.done.all()
 
-    def body(carry):
-        i, old, drawn = carry
-        state, round_ = step_recorded(decoder, params, old)
-        accepted: Accepted = round_.accepted
-        now = Drawn(round_.tree.tokens, round_.tree.parents, round_.tree.size, accepted.path, accepted.count)
+@narrow
+def paced_block(
+    rung: Rung, params: dict, state: State, mind: Mind, price: Price, order: Order
+) -> tuple[State, Mind, Report]:
+    """Runs a block as `block` does, with what its rounds say of all sizes, and chooses the next one. Donate `state`.
+
+    Between blocks a draft's state has room for the rows of the longest path, whatever their sizes are.
+
+    Args:
+      rung: the size of this block, and all sizes.
+      params: of target and draft.
+      state: the batch.
+      mind: what the block before has left.
+      price: of the sizes, for a batch of so many rows.
+      order: what the host says.
+    """
+    pace, decoder = rung.pace, rung.pace.decoder
+    before = _ended(state, order.ended)
+    belief = renewed(rung.ladder, mind.belief, order.fresh)
+    walk = _Walk(jnp.int32(0), before, belief, _undrawn(decoder, before))
+    if isinstance(decoder.draft, Paused):
+        walk = _rested(decoder, params, walk, order.rounds)
+    else:
+        walk = walk._replace(state=narrowed(pace, params, before))
+        tell = lambda said, old, done: observed(pace, said, old, done)
+        walk = _walked(decoder, params, walk, order.rounds, tell)
+        walk = walk._replace(state=widened(pace, walk.state))
+    state = walk.state
+    following = choose(rung.ladder, walk.said, price, state.length, state.reason, mind.resting, order.worked)
+    report = _report(decoder.capacity, decoder.depth, before, walk)
+    return state, Mind(walk.said, following.resting), report._replace(next=following)
+
+
+def _packed(function: Callable) -> Callable:
+    """Returns the function with its report as one array: the host then waits for one, and not for twenty."""
+
+    @functools.wraps(function)
+    def run(*args):
+        *rest, report = function(*args)
+        bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32) if x.dtype == jnp.float32 else x.astype(jnp.int32)
+        return *rest, jnp.concatenate([bits(x).ravel() for x in jax.tree.leaves(report)])
+
+    return run
+
+
+packed_block, packed_paced_block = narrow(_packed(block)), narrow(_packed(paced_block))
+
+
+def report_shapes(decoder: Decoder, state: State, sizes: int = 0) -> Report:
+    """Returns the shapes of a block's report.
+
+    Args:
+      decoder: of the block.
+      state: the batch, or its shapes.
+      sizes: of the ladder; 0 where there is none.
+    """
+
+    def made(state):
+        walk = _Walk(jnp.int32(0), state, None, _undrawn(decoder, state))
+        report = _report(decoder.capacity, decoder.depth, state, walk)
+        said = Next(jnp.int32(0), jnp.int32(0), jnp.bool_(False), jnp.zeros(sizes, jnp.float32))
+        return report._replace(next=said) if sizes else report
+
+    return jax.eval_shape(made, state)
+
+
+class _Walk(NamedTuple):
+    """A block on its way: rounds so far, the batch, what they have said, and the trees of each row's last one."""
+
+    count: jax.Array  # type: ignore[assignment]  # [] int32
+    state: State
+    said: Any
+    drawn: Drawn
+
+
+def _ended(state: State, ended: Bool[Array, " B"]) -> State:
+    return state._replace(reason=jnp.where(ended & ~state.done, LENGTH, state.reason))
+
+
+def _undrawn(decoder: Decoder, state: State) -> Drawn:
+    ints = lambda *shape: jnp.zeros((state.length.shape[0], *shape), jnp.int32)
+    return Drawn(ints(decoder.nodes), ints(decoder.nodes), ints(), ints(decoder.depth + 1), ints())
+
+
+def _walked(decoder: Decoder, params: dict, walk: _Walk, until: jax.Array, tell: Callable) -> _Walk:
+    """Runs rounds until there have been so many or every row has ended.
+
+    tell: what is said after a round, out of what was said before it, the state before it, and the round.
+    """
+
+    def running(walk):
+        return (walk.count < jnp.minimum(until, ROUNDS)) & ~walk.state.done.all()
+
+    def body(walk):
+        old = walk.state
+        state, done = step_recorded(decoder, params, old)
+        now = _drawn(done)
         keep = lambda a, b: jnp.where(old.done.reshape(-1, *[1] * (a.ndim - 1)), a, b.astype(a.dtype))
-        return i + 1, state, jax.tree.map(keep, drawn, now)
+        return _Walk(walk.count + 1, state, tell(walk.said, old, done), jax.tree.map(keep, walk.drawn, now))
 
-    _, state, drawn = jax.lax.while_loop(running, body, (jnp.int32(0), state, drawn))
-    places = min(ROUNDS * path + 1, decoder.capacity)
-    start = jnp.clip(before.length - 1, 0, decoder.capacity - places)
-    first = jnp.minimum(before.rounds, decoder.capacity - ROUNDS)
+    return jax.lax.while_loop(running, body, walk)
+
+
+def _rested(decoder: Decoder, params: dict, walk: _Walk, n: jax.Array) -> _Walk:
+    """Runs plain steps, whose rows a paused draft takes in as many at a time as may wait."""
+    draft, ends, n = decoder.draft, decoder.ends(params), jnp.minimum(n, ROUNDS)
+
+    def running(walk):
+        return (walk.count < n) & ~walk.state.done.all()
+
+    def body(walk):
+        state = walk.state
+        state = state._replace(draft=draft.absorb(params["draft"], state.draft, state.tokens, ends))
+        until = walk.count + draft.room(state.draft, n - walk.count)
+        return _walked(decoder, params, walk._replace(state=state), until, lambda said, *_: said)
+
+    walk = jax.lax.while_loop(running, body, walk)
+    steps = walk.count.astype(jnp.float32)
+    return walk._replace(said=faded(walk.said, steps, steps))
+
+
+def _drawn(done: Round) -> Drawn:
+    accepted: Accepted = done.accepted
+    return Drawn(done.tree.tokens, done.tree.parents, done.tree.size, accepted.path, accepted.count)
+
+
+def _report(capacity: int, depth: int, before: State, walk: _Walk) -> Report:
+    """Returns the report of a block.
+
+    Args:
+      capacity: slots of a row.
+      depth: longest path of its rounds.
+      before: the batch before it.
+      walk: the block, at its end.
+    """
+    state, places = walk.state, min(ROUNDS * (depth + 1) + 1, capacity)
+    start = jnp.clip(before.length - 1, 0, capacity - places)
+    first = jnp.minimum(before.rounds, capacity - ROUNDS)
 
     def window(x, at, size):
         return jax.vmap(lambda row, i: jax.lax.dynamic_slice_in_dim(row, i, size, 0))(x, at)
 
-    return state, Report(
+    return Report(
         start=start,
         tokens=window(state.tokens, start, places),
         length=state.length,
@@ -182,7 +339,7 @@ def block(
         emitted=window(state.emitted, first, ROUNDS),
         logprobs=None if state.logprobs is None else window(state.logprobs, start, places),
         top=None if state.top is None else Top(*(window(x, start, places) for x in state.top)),
-        drawn=drawn,
+        drawn=walk.drawn,
     )
 
 

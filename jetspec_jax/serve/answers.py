@@ -83,6 +83,12 @@ class Form:
         made = sum(result.new_tokens for result in results)
         cached = sum(job.reused for job in jobs[:: self.asked.choices])
         seconds = {key: round(max(r.seconds[key] for r in results), 6) for key in ("queue", "prefill", "decode")}
+        after = sum(max(result.new_tokens - 1, 0) for result in results)
+        spent = {
+            "speculative": sum(result.seconds["decode"] for result in results),
+            "plain": sum(job.plain for job in jobs),
+        }
+        rates = {key: round(after / total, 3) if total else None for key, total in spent.items()}
         return {
             "usage": {
                 "prompt_tokens": sum(prompts),
@@ -90,7 +96,11 @@ class Form:
                 "total_tokens": sum(prompts) + made,
                 "prompt_tokens_details": {"cached_tokens": cached},
             },
-            "metrics": {"speculative_decoding": speculation(results, self.depth), "seconds": seconds},
+            "metrics": {
+                "speculative_decoding": speculation(results, self.depth),
+                "seconds": seconds,
+                "tokens_per_second": rates,
+            },
         }
 
     def _shown(self, result: Result) -> list[int]:

@@ -1,4 +1,4 @@
-"""The HTTP interface: OpenAI's paths, health, metrics and a page, as an ASGI application."""
+"""The HTTP interface: OpenAI's paths, health, metrics, what describes them, and a page, as an ASGI application."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from jetspec_jax import __version__, outcome
-from jetspec_jax.serve import bodies, errors
+from jetspec_jax.serve import bodies, errors, openapi
 from jetspec_jax.serve.answers import Form
 from jetspec_jax.serve.errors import ApiError
 from jetspec_jax.serve.exchange import GONE, Exchange
@@ -62,6 +62,9 @@ def make(service: Service, say: Callable[[str], None] | None = None) -> Any:
     async def version(request: Request) -> Response:
         return JSONResponse({"version": __version__})
 
+    async def described(request: Request) -> Response:
+        return JSONResponse(openapi.document(service.name))
+
     async def page(request: Request) -> Response:
         return FileResponse(PAGE, media_type="text/html; charset=utf-8")
 
@@ -74,9 +77,10 @@ def make(service: Service, say: Callable[[str], None] | None = None) -> Any:
         Route("/health/ready", ready),
         Route("/metrics", metrics),
         Route("/version", version),
+        Route("/openapi.json", described),
         Route("/", page),
     ]
-    handlers: Any = {ApiError: _api_error, HTTPException: _http_error}
+    handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _own_error}
     return Door(Starlette(routes=routes, exception_handlers=handlers), service, say)
 
 
@@ -117,6 +121,11 @@ def _model(service: Service) -> dict[str, Any]:
 
 async def _api_error(request: Request, error: Any) -> Response:
     return JSONResponse(error.body(), error.status, error.headers())
+
+
+async def _own_error(request: Request, error: Any) -> Response:
+    """An error of ours; `Door` says which, once it has been sent."""
+    return JSONResponse(errors.shape(500, "this is an error of the server"), 500)
 
 
 async def _http_error(request: Request, error: Any) -> Response:

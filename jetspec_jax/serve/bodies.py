@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jetspec_jax.engine.slots import TOP
+from jetspec_jax.engine.kit import TOP
 from jetspec_jax.fields import MOST, ConfigError, Fields, shown, table, whole
 from jetspec_jax.files import conversation, pair, text
 from jetspec_jax.files.inputs import prompt_ids
@@ -92,7 +92,10 @@ def read_chat(raw: Mapping[str, Any], target, head, room: int) -> Asked:
     for key in kwargs.raw.keys() - {"enable_thinking"}:
         message = f"chat_template_kwargs: {shown(key)} is not known; only enable_thinking is"
         raise ApiError(400, message, "chat_template_kwargs")
-    asked = raw.get("thinking", kwargs.raw.get("enable_thinking"))
+    asked = None
+    for key, where in (("enable_thinking", kwargs), ("thinking", fields)):
+        if where.has(key):
+            asked = _read(key, functools.partial(where.flag, key))
     mode = _read("thinking", lambda: pair.thinking(target, head, asked))
     if "messages" not in raw:
         raise ApiError(400, "messages is missing; give a list of {role, content}", "messages")

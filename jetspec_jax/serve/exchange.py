@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -12,12 +12,17 @@ from jetspec_jax.engine.rows import Result
 from jetspec_jax.serve import errors
 from jetspec_jax.serve.answers import Form
 from jetspec_jax.serve.bodies import dumps
-from jetspec_jax.serve.job import Job, Update
+from jetspec_jax.serve.job import Job, Update, joined
 from jetspec_jax.serve.service import Service
 
 GONE = 499  # as nginx logs a caller that has left
+STALLED_SECONDS = 60.0  # for a piece of an answer to go out; a caller who reads nothing for so long has left
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
           (b"x-accel-buffering", b"no")]  # fmt: skip
+
+
+class Stalled(Exception):
+    """Nobody reads what is sent."""
 
 
 class Exchange:
@@ -42,7 +47,7 @@ class Exchange:
                 scope["jetspec"]["status"] = GONE
             else:
                 answering.result()
-        except OSError:  # the other side of a socket has closed
+        except (OSError, Stalled):  # the other side of a socket has closed, or might as well have
             scope["jetspec"]["status"] = GONE
         finally:
             for task in (answering, leaving):
@@ -64,25 +69,40 @@ class Exchange:
     async def _stream(self, send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": STREAM})
 
-        async def event(value: Any, more: bool = True) -> None:
-            text = value if isinstance(value, str) else dumps(value)
-            await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": more})
+        async def events(values: Sequence[Any], more: bool = True) -> None:
+            said = (value if isinstance(value, str) else dumps(value) for value in values)
+            body = "".join(f"data: {text}\n\n" for text in said).encode()
+            await _sent(send({"type": "http.response.body", "body": body, "more_body": more}))
 
         if self._form.asked.chat:
-            for index in range(len(self._jobs)):
-                await event(self._form.opening(index))
+            await events([self._form.opening(index) for index in range(len(self._jobs))])
         while not all(self._results):
-            index, update = await self._updates.get()
-            if problem := self._heard(index, update):
-                await event(problem)
-                break
-            assert update.piece is not None
-            if chunk := self._form.chunk(index, update.piece, update.result):
-                await event(chunk)
+            found: list[dict[str, Any]] = []
+            for index, update in self._together(await self._updates.get()):
+                if problem := self._heard(index, update):
+                    await events([*found, problem, "[DONE]"], more=False)
+                    return
+                assert update.piece is not None
+                if chunk := self._form.chunk(index, update.piece, update.result):
+                    found.append(chunk)
+            if found:
+                await events(found)
         results = [r for r in self._results if r]
-        if len(results) == len(self._jobs) and self._form.asked.usage:
-            await event(self._form.last(self._jobs, results))
-        await event("[DONE]", more=False)
+        usage = [self._form.last(self._jobs, results)] if self._form.asked.usage else []
+        await events([*usage, "[DONE]"], more=False)
+
+    def _together(self, first: tuple[int, Update]) -> list[tuple[int, Update]]:
+        """Returns an update and all that wait behind it, those of a choice as one: a slow reader gets larger pieces."""
+        found: dict[int, Update] = {}
+        waiting = [first]
+        while not self._updates.empty():
+            waiting.append(self._updates.get_nowait())
+        for index, update in waiting:
+            old = found.get(index)
+            if old and old.piece and update.piece:
+                update = update._replace(piece=joined(old.piece, update.piece))
+            found[index] = update
+        return list(found.items())
 
     def _heard(self, index: int, update: Update) -> dict[str, Any] | None:
         """Takes in an update; returns an error where the request cannot go on."""
@@ -93,6 +113,15 @@ class Exchange:
             self._results[index] = update.result
             self._service.metrics.ended(self._jobs[index], update.result, self._form.depth)
         return None
+
+
+async def _sent(sending: Awaitable[None]) -> None:
+    """Waits until something has gone out; raises Stalled where nobody takes it."""
+    try:
+        async with asyncio.timeout(STALLED_SECONDS):
+            await sending
+    except TimeoutError:
+        raise Stalled from None
 
 
 async def _left(receive) -> None:

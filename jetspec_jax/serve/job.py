@@ -29,6 +29,13 @@ class Piece(NamedTuple):
     draft: Draft | None
 
 
+def joined(first: Piece, then: Piece) -> Piece:
+    """Returns two pieces of a request as one, with the tree of the later one."""
+    both = lambda a, b: None if a is None or b is None else a + b
+    logprobs, top = both(first.logprobs, then.logprobs), both(first.top, then.top)
+    return Piece(first.text + then.text, first.ids + then.ids, logprobs, top, then.draft or first.draft)
+
+
 class Update(NamedTuple):
     """What a job's owner is told. result: with the last one of a request that ended by itself.
 
@@ -61,6 +68,7 @@ class Job:
     draft: Draft | None = None
     told: int = 0  # tokens
     shown: int = 0  # characters
+    plain: float = 0.0  # seconds that plain steps would have taken for what its rounds gave; 0 where nobody knows
     asked: float = dataclasses.field(default_factory=time.perf_counter)  # times
     begun: float = 0.0
     first: float = 0.0

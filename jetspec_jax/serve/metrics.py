@@ -39,6 +39,7 @@ class Metrics:
                 ("finished", "Choices that ended by themselves."),
             )
         }
+        self.sizes = counter("jetspec_rounds_of_nodes", "Rounds of batches by the nodes of their trees.", "nodes")
         self.drafts = counter("vllm:spec_decode_num_drafts", "Rounds of requests.")
         self.accepted = counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were given out.")
         self.drafted = counter("vllm:spec_decode_num_draft_tokens", "Drafted nodes that were verified.")
@@ -55,6 +56,8 @@ class Metrics:
         """Counts what the scheduler says has happened."""
         if name in self.events:
             self.events[name].inc(value)
+        elif name.startswith("rounds of "):
+            self.sizes.labels(name.removeprefix("rounds of ")).inc(value)
 
     def ended(self, job: Job, result: Result, depth: int) -> None:
         """Counts an answer."""

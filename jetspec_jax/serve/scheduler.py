@@ -17,7 +17,7 @@ from typing import NamedTuple
 from jetspec_jax import outcome
 from jetspec_jax.engine.geometry import used
 from jetspec_jax.engine.prefixes import Prefixes
-from jetspec_jax.engine.slots import Reading, Slots
+from jetspec_jax.engine.slots import Reading, Sent, Slots
 from jetspec_jax.loop.slots import ROUNDS, Report
 from jetspec_jax.loop.state import NONFINITE, RUNNING, TEXT
 from jetspec_jax.serve.job import Draft, Job, Update, settings
@@ -35,10 +35,15 @@ class Closed(Exception):
 
 
 class Flight(NamedTuple):
-    """A block that has been started: its report on the device, and whose rows it had."""
+    """A block that has been started: its report on the device, whose rows it had, and the nodes of its rounds.
 
-    report: Report
+    alone: whether the device has done nothing else since the block before.
+    """
+
+    report: Sent
     jobs: list[Job | None]
+    nodes: int
+    alone: bool
 
 
 class Scheduler:
@@ -73,6 +78,8 @@ class Scheduler:
         self._flight: Flight | None = None
         self._pace = 0.0  # seconds of a round
         self._heard = 0.0  # when the last report came; 0 where the device has had nothing to do since
+        self._other = False  # whether the device has been given other work since the last block
+        self.nodes = slots.plan.nodes  # of the last block's rounds
         self._prefixes = Prefixes(kept)
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
@@ -183,7 +190,7 @@ class Scheduler:
         job, reading = self._reading
         worked = not self._read
         if worked:
-            self._read = self.slots.read(reading)
+            self._read, self._other = self.slots.read(reading), True
             self._watch("pieces", 1)
             if not self.running:
                 self.slots.wait(reading)  # so that a cancelled prompt is noticed
@@ -191,7 +198,9 @@ class Scheduler:
             self.slots.insert(reading, slot)
             self._ended.discard(slot)
             self._table[slot], job.slot = job, slot
-            self._reading = None
+            self._reading, self._other = None, True
+            if self.slots.tempo:
+                self.slots.tempo.admitted(1 / self.running)
             return True
         return worked
 
@@ -233,6 +242,7 @@ class Scheduler:
         old = [i for i, job in enumerate(self._table) if job] if batch < len(self._table) else range(len(self._table))
         rows = [i if self._table[i] else None for i in old]
         self.slots.resize(batch, rows)
+        self._other = True
         table = [self._table[i] for i in old]
         self._table = [*table, *[None] * (batch - len(table))]
         self._ended.clear()  # rows that nobody has are ended by the move
@@ -240,9 +250,16 @@ class Scheduler:
             if job:
                 job.slot = slot
 
-    def _nodes(self) -> int:
-        """Returns the tree nodes of the next block: one of the sizes that blocks are compiled for."""
-        return self.slots.plan.nodes
+    def _size(self, options: frozenset[str]) -> tuple[int, int]:
+        """Returns the tree nodes of the next block, one of the sizes that it is compiled for, and its rounds.
+
+        options: that its rows use.
+        """
+        tempo = self.slots.tempo
+        if tempo is None:
+            return self.slots.plan.nodes, max(int(BLOCK_SECONDS / self._pace), 1) if self._pace else 1
+        nodes = tempo.nodes(self.slots.sizes(options))
+        return nodes, tempo.rounds(nodes, self.slots.batch, BLOCK_SECONDS)
 
     def _launch(self) -> Flight | None:
         """Starts a block, where any row may still run."""
@@ -250,10 +267,12 @@ class Scheduler:
         if not live:
             return None
         options = frozenset().union(*(used(job.row.option) for job in live))
-        rounds = min(max(int(BLOCK_SECONDS / self._pace), 1), ROUNDS) if self._pace else 1
-        report = self.slots.launch(self._nodes(), rounds, options, self._ended)
+        self.nodes, rounds = self._size(options)
+        report = self.slots.launch(self.nodes, min(rounds, ROUNDS), options, self._ended)
         self._ended = set()
-        return Flight(report, list(self._table))
+        flight = Flight(report, list(self._table), self.nodes, not self._other)
+        self._other = False
+        return flight
 
     def _hear(self, flight: Flight) -> None:
         """Reads the report of a block, and tells the owners of its rows."""
@@ -265,12 +284,16 @@ class Scheduler:
                 continue
             rounds = max(rounds, int(report.rounds[row]) - len(job.log.emitted))
             self._grow(job, report, row, now)
-        if rounds and self._heard:
-            spent = (now - self._heard) / rounds
-            self._pace = 0.8 * self._pace + 0.2 * spent if self._pace else spent
+        spent = now - self._heard if self._heard else None
+        if self.slots.tempo and report.next is not None:
+            self.slots.tempo.timed(flight.nodes, rounds, spent if flight.alone else None)
+            self.slots.tempo.hear(flight.nodes, report.next, self._flight.nodes if self._flight else None)
+        elif rounds and spent:
+            self._pace = 0.8 * self._pace + 0.2 * spent / rounds if self._pace else spent / rounds
         self._heard = now if self._flight else 0.0
         self._watch("blocks", 1)
         self._watch("rounds", rounds)
+        self._watch(f"rounds of {flight.nodes}", rounds)
 
     def _grow(self, job: Job, report: Report, row: int, now: float) -> None:
         """Adds what a block did to a job's log, and ends the job where its row has ended."""
@@ -298,6 +321,8 @@ class Scheduler:
             job.draft = Draft(*(x.tolist() for x in (*drawn, path)))
         if not job.first:
             job.first = now
+        if report.next is not None:
+            job.plain += float(report.next.seconds[0]) * int(report.emitted[row, made].sum())
         reason = int(report.reason[row])
         kept = job.row.read(log.ids, reason)
         job.log = log._replace(reason=reason) if kept is None else log.cut(kept, TEXT)
@@ -325,6 +350,7 @@ class Scheduler:
         slot = job.slot
         if self._prefixes.limit and job.log.ids and job.log.reason != NONFINITE:
             self._prefixes.add(job.known, self.slots.take(slot))
+            self._other = True
         self._table[slot] = None
         if running:
             self._ended.add(slot)

@@ -29,9 +29,13 @@ from jetspec_jax.command import TREE, Option, UsageError
 from jetspec_jax.fields import ConfigError
 from jetspec_jax.methods import METHODS
 
-# Trees of a server have one size, so nothing of them is chosen.
-TREES = [dataclasses.replace(o, choices=()) if o.name == "budget" else o for o in TREE.values()]
-TREES = [o for o in TREES if o.name not in ("budget_rule", "prune")]
+BUDGET = dataclasses.replace(
+    TREE["budget"],
+    help="Tree nodes verified a round, root included; 1 is plain decoding; auto: as many as pay best now, by what "
+    "rounds bring and what they cost here (measured at the first start, and kept). Default: auto; of a drafter without "
+    "probabilities 8 on a CPU, else 64.",
+)
+TREES = [BUDGET if option.name == "budget" else option for option in TREE.values()]
 LINE = command.Line(
     __doc__,
     [
@@ -175,7 +179,6 @@ def _load(args: command.Args, service: Any) -> None:
     """Loads the pair and compiles everything."""
     import jax
 
-    from jetspec_jax import speculate
     from jetspec_jax.engine import geometry
     from jetspec_jax.engine.slots import Plan, Slots
     from jetspec_jax.files import demo, load
@@ -192,17 +195,34 @@ def _load(args: command.Args, service: Any) -> None:
             args.method or methods.usual(head, bool({"budget", "width", "tree"} & args.given)), tree, head
         )
     cpu = jax.default_backend() == "cpu"
-    nodes = geometry.budget_nodes([int(tree.budget or geometry.default_budget())])
-    draft = speculate.draft_of(head, tree, nodes)
-    most = target.config.context_length + draft.depth + 1
+    trees = _trees(tree, head)
+    nodes, depth = trees.largest.nodes, trees.largest.depth
+    most = target.config.context_length + depth + 1
     capacity = geometry.slots(min(args.context or (1024 if cpu else 4096), most))
     chunk = min(args.prefill_chunk or (64 if cpu else 512), capacity)
     batches = tuple(1 << i for i in range((args.batch or (8 if cpu else 32)).bit_length()))
-    plan = Plan(capacity, batches, draft.nodes, tuple(sorted({min(16 if cpu else 64, chunk), chunk})))
-    slots = Slots(target, head if draft.nodes > 1 else None, draft, plan)
+    plan = Plan(capacity, batches, nodes, tuple(sorted({min(16 if cpu else 64, chunk), chunk})))
+    slots = Slots(target, head if nodes > 1 else None, trees, plan)
     slots.prepare(_say if sys.stderr.isatty() else lambda line: None)
     service.open(target, head, slots)
     _say(f"ready after {time.perf_counter() - begin:.0f} s: {slots.compiled} programs, {slots.room} tokens a slot")
+
+
+def _trees(tree: Any, head: Any) -> Any:
+    """Returns what rows are drafted for: trees of all sizes that may pay, or of the one that is asked for."""
+    import jax
+
+    from jetspec_jax import speculate
+    from jetspec_jax.engine import geometry, tempo
+    from jetspec_jax.engine.slots import Trees
+    from jetspec_jax.options import AUTO
+
+    budget = tree.budget or (AUTO if speculate.paces(head) else geometry.default_budget())
+    speculate.check_budgets(head, tree, [budget])
+    if head is not None and budget == AUTO:
+        return Trees(speculate.ladder_of(head, tree, tempo.SIZES[jax.default_backend()]), tree.rule, tree.prune)
+    draft = speculate.draft_of(head, tree, 1 if budget == AUTO else geometry.budget_nodes([int(budget)]))
+    return Trees({draft.nodes: draft}, prune=tree.prune)
 
 
 def _say(line: str) -> None:

@@ -62,13 +62,16 @@ class Service:
         if target.tokenizer is not None:
             target.tokenizer.encode("ready", begin=True)
         scheduler = Scheduler(slots, self.limits.waiting, self.limits.kept, self.metrics.event)
+        tempo = slots.tempo
+        plain = lambda: 1 / tempo.plain(slots.batch) if tempo else 0.0
         self.metrics.watch(
             [
                 ("queue_size", "Requests that wait for a slot.", lambda: scheduler.waiting),
                 ("slots_used", "Rows that run.", lambda: scheduler.running),
                 ("slots", "Rows that can run.", lambda: slots.plan.rows),
                 ("batch_rows", "Rows of the batch now.", lambda: slots.batch),
-                ("budget_nodes", "Tree nodes of a round.", lambda: slots.plan.nodes),
+                ("budget_nodes", "Tree nodes of a round in force; 1 is plain decoding.", lambda: scheduler.nodes),
+                ("plain_tokens_per_second", "Of a row by plain steps, as costs were measured; 0: not known.", plain),
                 ("compiles_since_ready", "Programs made while serving; 0.", lambda: self.compiles),
             ]
         )
@@ -140,7 +143,7 @@ class Service:
                 try:
                     requests.check(self.target, ids, dataclasses.replace(option, max_new_tokens=0, min_new_tokens=0))
                     option = requests.resolve(self.target, option)
-                    budget = option.budget or slots.plan.nodes
+                    budget = option.budget or slots.usual
                     row = Row(ids, option, budget, self.target.tokenizer, asked.stream)
                     slots.check(row)
                 except ConfigError as error:
