@@ -46,7 +46,7 @@ LINE = command.Line(
         Option("method", "choice", "As of decode.py. Default: the head's family.", choices=tuple(METHODS)),
         Option("model_name", "text", "What callers name the model. Default: the target's name."),
         Option(
-            "batch", "whole", "Rows that run together, a power of two. Default: 8 on a CPU, else 32.", low=1, high=256
+            "batch", "whole", "Rows that run together, a power of two. Default: 4 on a CPU, else 32.", low=1, high=256
         ),
         Option(
             "context", "whole",
@@ -200,7 +200,7 @@ def _load(args: command.Args, service: Any) -> None:
     most = target.config.context_length + depth + 1
     capacity = geometry.slots(min(args.context or (1024 if cpu else 4096), most))
     chunk = min(args.prefill_chunk or (64 if cpu else 512), capacity)
-    batches = tuple(1 << i for i in range((args.batch or (8 if cpu else 32)).bit_length()))
+    batches = tuple(1 << i for i in range((args.batch or (4 if cpu else 32)).bit_length()))
     plan = Plan(capacity, batches, nodes, tuple(sorted({min(16 if cpu else 64, chunk), chunk})))
     slots = Slots(target, head if nodes > 1 else None, trees, plan)
     slots.prepare(_say if sys.stderr.isatty() else lambda line: None)
