@@ -20,11 +20,11 @@ from jetspec_jax.backends.hopper import Hopper
 from jetspec_jax.backends.xla import PLAIN_XLA
 from jetspec_jax.config import MoEConfig
 from jetspec_jax.drafts import block, dspark, eagle3
-from jetspec_jax.engine import programs, requests
+from jetspec_jax.engine import programs, requests, spread
 from jetspec_jax.engine.rows import Row
 from jetspec_jax.engine.slots import Plan, Slots
 from jetspec_jax.engine.spread import backend_of
-from jetspec_jax.files import checkpoint, load
+from jetspec_jax.files import checkpoint, load, scorer_file
 from jetspec_jax.files import mesh as on_mesh
 from jetspec_jax.layers import vocabulary
 from jetspec_jax.loop.plain import PLAIN
@@ -40,9 +40,12 @@ GREEDY = SamplingConfig(NEW, eos=())
 
 @functools.cache
 def target(kind: str):
-    """Eight kv heads and, for `moe`, eight experts, so that every mesh splits them."""
+    """Eight kv heads and, for `moe`, eight experts, so that every mesh splits them; `uneven` has what none splits."""
     moe = MoEConfig(8, 2, 16, True, (1,)) if kind == "moe" else None
-    config = tiny.model_config(kind, vocab_size=V, num_heads=16, num_kv_heads=8, intermediate_size=32, moe=moe)
+    sizes = {"vocab_size": V, "num_heads": 16, "num_kv_heads": 8, "intermediate_size": 32, "moe": moe}
+    if kind == "uneven":
+        sizes |= {"vocab_size": V + 1, "num_heads": 6, "num_kv_heads": 3}
+    config = tiny.model_config("moe" if moe else "dense", **sizes)
     model, shapes = qwen3.build(config, jnp.float32)
     params = tiny.random_like(shapes, 2)
     params["embedding"] = params["embedding"] * 4.0  # else the output is one token
@@ -54,7 +57,9 @@ def head(family: str):
     """A random head of eight kv heads."""
     sizes = {"vocab_size": V, "num_heads": 16, "num_kv_heads": 8, "intermediate_size": 32, "mask_token_id": V - 1}
     if family in ("jetspec", "dflash", "scored"):
-        config = tiny.head_config(family != "dflash", scorer_rank=4 if family == "scored" else 0, **sizes)
+        config = tiny.head_config(family != "dflash", **sizes)
+        if family == "scored":
+            config = dataclasses.replace(config, scorer_rank=4, scorer_width=8)
         draft, shapes = block.build(config, jnp.float32)
     elif family == "dspark":
         config = dataclasses.replace(tiny.dspark().config, **sizes)
@@ -130,17 +135,41 @@ def tokens() -> None:
     """Every mesh, both batches, both kinds of target and most drafters, each once."""
     same("dense", "told", 8, "data=2,model=4", SAMPLED)
     same("moe", "eagle3", 1, "model=8")
+    same("moe", "eagle3", 1, "model=2,expert=2")
     same("moe", "pctree", 8, "data=4,model=2", split=False)
+    same("uneven", "ngram", 3, "data=2,model=2")
     exchanges()
 
 
+WAYS = {  # of drafting, by family
+    "none": ("autoregressive",),
+    "ngram": ("ngram",),
+    "jetspec": ("told", "scored", "jetspec"),
+    "dflash": ("dflash", "ddtree"),
+    "eagle3": ("eagle3",),
+    "dspark": ("dspark", "pctree"),
+}
+
+
+def pairs() -> list[tuple[str, str, int, str, SamplingConfig, bool]]:
+    """Arguments of `same`: every method, and any two values of two of them meet, a method counting as its family."""
+    assert set(methods.METHODS) <= set(itertools.chain(*WAYS.values()))
+    rows, columns = [], []
+    for (i, family), (j, mesh) in itertools.product(enumerate(WAYS), enumerate(MESHES)):
+        kind, batch = ("dense", "moe")[(i + j) % 2], (1, 8)[(i + j // 2) % 2]
+        rest = batch, mesh, (GREEDY, SAMPLED)[(i // 2 + j + j // 2) % 2], (i // 4 + j) % 2 == 0
+        rows.append((kind, WAYS[family][j % len(WAYS[family])], *rest))
+        columns.append((kind, family, *rest))
+    for a, b in itertools.combinations(zip(*columns, strict=True), 2):
+        assert set(zip(a, b, strict=True)) == set(itertools.product(a, b)), "two that never meet"
+    return rows
+
+
 def product(kind: str) -> None:
-    """Every method on every mesh, with both batches; by turns greedy or sampled, split or repeated."""
-    ways = ("autoregressive", "ngram", "told", "scored", *(name for name, row in methods.METHODS.items() if row.head))
-    for i, (method, batch) in enumerate(itertools.product(ways, (1, 8))):
-        for j, mesh in enumerate(MESHES):
-            sampling = GREEDY if (i // 2 + j) % 2 else SAMPLED
-            same(kind, method, batch, mesh, sampling, split=(i // 2 + j // 2) % 2 == 0)
+    """Half of the pairs each; experts also on an axis of their own."""
+    for row in pairs():
+        if row[0] == kind:
+            same(*row)
     for mesh in ("model=2,expert=4", "data=2,model=2,expert=2", "expert=8") if kind == "moe" else ():
         same(kind, "told", 8, mesh, SAMPLED)
     exchanges()
@@ -193,6 +222,18 @@ def vocabularies() -> None:
     for name in ways:
         near = {"rtol": 1e-6} if name in ("log_total", "counted") else {"rtol": 0}  # added in another order
         jax.tree.map(functools.partial(np.testing.assert_allclose, err_msg=name, **near), got[name], wanted[name])
+
+
+def groups() -> None:
+    """What is no row's own is one number on all devices, made of what every group of them found."""
+    mesh = sharding.mesh_of("data=4,model=2")
+
+    def found(x):
+        return spread._agreed(x[0], mesh), spread._agreed(x[0].astype(jnp.int32), mesh)
+
+    run = jax.shard_map(found, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec(), check_vma=False)
+    for got, wanted in zip(jax.jit(run)(jnp.array([1.0, 7.0, 2.0, 4.0])), (3.5, 7), strict=True):
+        assert [part.data.item() for part in got.addressable_shards] == [wanted] * 8
 
 
 def kernels() -> None:
@@ -267,10 +308,13 @@ def weights() -> None:
     for kind, mesh in itertools.product(("dense", "moe"), ("model=8", "data=2,model=4", "model=2,expert=4")):
         if kind == "dense" and "expert" in mesh:
             continue
-        loaded, inner = target(kind), head("eagle3" if kind == "dense" else "jetspec")
+        loaded, inner = target(kind), head("eagle3" if kind == "dense" else "scored")
         with tempfile.TemporaryDirectory() as folder:
             checkpoint.save_target(folder + "/target", loaded.config, _raw(kind), loaded.params)
-            checkpoint.save_head(folder + "/head", inner.config, inner.params)
+            bare = {name: x for name, x in inner.params.items() if name != "scorer"}
+            checkpoint.save_head(folder + "/head", inner.config, bare)
+            if kind == "moe":
+                scorer_file.save(folder + "/head", inner.params["scorer"])
             checkpoint.Folder.part, checkpoint.Folder.read = counted, refused
             read.clear()
             found = load.load_target(folder + "/target", mesh=mesh)
@@ -286,6 +330,7 @@ def weights() -> None:
         assert layer["qkv"].addressable_shards[0].data.shape[1] == 8 // split["model"]
         if kind == "moe":
             assert layer["down"].addressable_shards[0].data.shape[0] == 8 // split.get("expert", split["model"])
+            assert all(x.is_fully_replicated for x in drafts.params["scorer"].values())
         split = drafts.params["layer"] if kind == "dense" else drafts.params["layers"][0]
         assert split["qkv"].sharding.spec[1] == "model", split["qkv"].sharding
         learning = on_mesh.for_training(found)

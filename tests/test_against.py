@@ -40,6 +40,17 @@ def test_prompts_are_drawn_in_pairs():
     noisy = run(row(1, 0), row(4, 1), row(9, 2), sets={"a": [3, ""]})
     low, high = against.of(noisy, other)[0].interval
     assert low < 14 / 12 < high
+    # Of three prompts 1 draw in 27 is all the first, or all the last: within 95 %, and outside of 90.
+    plain, other = run(*(row(n, i) for i, n in enumerate((1, 4, 10)))), run(*(row(1, i) for i in range(3)))
+    np.testing.assert_allclose(against.of(plain, other)[0].interval, (1, 10))
+
+
+def test_a_prompt_that_ends_without_a_round_is_no_pair():
+    """On either side: its first token ended it."""
+    own, other = run(tree([2], 1.0), tree([], 0.0, prompt=1)), run(tree([1], 1.0), tree([1], 1.0, prompt=1))
+    for one, against_it, ratio in ((own, other, 3 / 2), (other, own, 2 / 3)):
+        (found,) = against.of(one, against_it)
+        assert found.prompts == 1 and found.by_set["all sets"] == pytest.approx(ratio)
 
 
 def test_labels_may_differ_and_shapes_may_not():

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from jetspec_jax.config import ConfigError, ModelConfig, default_taps
 from jetspec_jax.drafts import block as blocks
-from jetspec_jax.drafts import block_files, families
-from jetspec_jax.files import checkpoint, load
+from jetspec_jax.drafts import block_files, families, scorer
+from jetspec_jax.files import checkpoint, load, scorer_file
 
 REFERENCE = pathlib.Path(__file__).parent / "fixtures" / "reference"
 TARGET = REFERENCE / "qwen3_untied"
@@ -487,3 +487,52 @@ def test_values_of_a_wrong_type_are_one_line(tmp_path, change):
     with pytest.raises(ConfigError, match=r"config\.json") as error:
         load.load_target(folder)
     assert "\n" not in str(error.value)
+
+
+SCORER = {"version": 1, "kind": "product", "rank": 3}
+WHOLE = {name: np.ones((32, 3), np.float32) for name in ("parent", "gate", "child")}
+
+
+@pytest.mark.parametrize(
+    "said, tensors, line",
+    [
+        ({}, {"gate": None}, "1 tensor is missing: gate"),
+        ({"rank": 4}, {}, "has shape [32, 3], but config.json asks for [32, 4]"),
+        ({"rank": None}, {}, "rank is None"),
+        ({"kind": "swiglu"}, {}, "width is None"),
+        ({"kind": "sum"}, {}, "known is version 1, product or swiglu"),
+        ({"version": 2}, {}, "version 2"),
+        ({"head_fingerprint": "0"}, {}, "the scorer of another head"),
+        ({}, {"child": np.ones((32, 3), np.int32)}, "only unquantised floats"),
+        ({}, {"child": np.full((32, 3), 1e30, np.float32)}, "does not fit float16"),
+        (None, {}, "config.json: no such file"),  # written half: the tensors come first
+        ({}, None, "neither model.safetensors"),
+    ],
+)
+def test_a_scorer_that_is_not_whole_is_one_line(tmp_path, said, tensors, line):
+    """One that is half there is not passed over: the head would draft worse, and nobody would know why."""
+    beside = make_head(tmp_path / "head") / scorer_file.FOLDER
+    beside.mkdir()
+    if said is not None:
+        made_for = {"head_fingerprint": checkpoint.fingerprint([tmp_path / "head" / checkpoint.SINGLE])}
+        (beside / "config.json").write_text(json.dumps(SCORER | made_for | said))
+    if tensors is not None:
+        kept = {name: x for name, x in (WHOLE | tensors).items() if x is not None}
+        save_file(kept, beside / checkpoint.SINGLE)
+    assert line in line_of(load.load_head, tmp_path / "head", load.load_target(TARGET, "float16"))
+
+
+def test_a_scorer_is_read_as_it_was_written(tmp_path, target, capsys):
+    make_head(tmp_path / "head")
+    for inner in (0, 5):
+        written = tiny.random_like(scorer.shapes(32, 3, inner, np.float32), 1)
+        scorer_file.save(tmp_path / "head", written)
+        head = load.load_head(tmp_path / "head", target)
+        assert (head.config.scorer_rank, head.config.scorer_width) == (3, inner)
+        assert head.params["scorer"].keys() == written.keys()
+        for name, x in written.items():
+            np.testing.assert_array_equal(head.params["scorer"][name], x)
+    path = tmp_path / "head" / scorer_file.FOLDER / checkpoint.SINGLE
+    save_file(load_file(path) | {"odd": np.zeros(2, np.float32)}, path)
+    load.load_head(tmp_path / "head", target)
+    assert "1 tensor is not used: odd" in capsys.readouterr().err

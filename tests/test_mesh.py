@@ -5,7 +5,14 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
+import tiny
+from jax.sharding import AbstractMesh, AxisType
+
+from jetspec_jax.drafts import block
+from jetspec_jax.models import sharding
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -20,7 +27,18 @@ def on_eight(*names: str, **settings: str) -> None:
 
 
 def test_eight_devices_decode_the_tokens_of_one_and_exchange_no_weight_and_no_row_of_logits():
-    on_eight("refusals", "weights", "vocabularies", "tokens")
+    on_eight("refusals", "weights", "vocabularies", "groups", "tokens")
+
+
+def test_a_head_is_split_where_a_layer_of_it_spares_each_device_enough(monkeypatch):
+    mesh = AbstractMesh((1, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    config = tiny.head_config(True, num_heads=8, num_kv_heads=4, intermediate_size=32, num_layers=2)
+    shapes = block.build(config, jnp.float32)[1]
+    spared = sum(x.size * 4 for x in jax.tree.leaves(shapes)) / 2 * 3 / 4
+    for worth, axis in ((spared, "model"), (spared + 1, None)):
+        monkeypatch.setattr(sharding, "WORTH", worth)
+        lies = sharding.drafting(shapes, mesh, config)
+        assert lies["layers"][0]["qkv"].spec[1] == axis
 
 
 @pytest.mark.slow

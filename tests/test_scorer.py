@@ -100,6 +100,14 @@ def test_trees_are_those_of_recomputed_rows(builder, reference, causal, inner):
             np.testing.assert_allclose(tree.scores.spine[row, d], best.max(), atol=1e-5)
 
 
+@pytest.mark.parametrize("inner", [0, INNER])
+def test_rows_of_parents_have_the_dtype_of_the_head(inner):
+    """So that the product with the children is one of 16 bits too."""
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    found = jax.eval_shape(scorer.parents, scorer.shapes(16, RANK, inner, jnp.bfloat16), of(4, 1, 16), of(4, 3, 16))
+    assert found.shape == (4, 3, RANK) and found.dtype == jnp.bfloat16
+
+
 def test_sampled_rows_rank_pairs_as_they_rank_tokens():
     head, temperature = scored(), jnp.array([0.7, 1.3])
     tree, hidden = propose(head.draft.shaped(Rule(12, width=4, sharpness=0.8), 4), head.params, temperature)

@@ -139,11 +139,9 @@ def test_a_run_leaves_a_scorer_beside_its_head(finished, loaded, tmp_path):
 
     said = json.loads((folder / "scorer" / "config.json").read_text())
     for key, value, why in (
-        ("version", 2, "version 2"),
-        ("rank", 4, "down has shape"),
-        ("width", 5, "slot has shape"),
-        ("kind", "product", "parent has shape"),
-        ("head_fingerprint", "x", "another"),
+        ("rank", 4, "child has shape"),
+        ("width", 5, "down has shape"),
+        ("kind", "product", "missing: gate"),
     ):
         (folder / "scorer" / "config.json").write_text(json.dumps(said | {key: value}))
         with pytest.raises(ConfigError, match=why):

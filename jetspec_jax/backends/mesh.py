@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from jetspec_jax.backends.xla import XLA
+from jetspec_jax.backends.xla import XLA, total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Sharded(XLA):
     def joined(self, product, parts, dtype):
         if not parts:
             return product
-        own = product.sum(0) if product.ndim == 4 else product
+        own = total(product, product.dtype)
         return jax.lax.psum(own, tuple(self._axis(part) for part in parts)).astype(dtype)
 
     def place(self, part):

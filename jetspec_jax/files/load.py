@@ -125,15 +125,15 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
     if rank:
         if type(config) is not HeadConfig:
             raise ConfigError(
-                f"{path / scorer_file.FOLDER}: a {family.name} head has no use for a scorer; move it away"
+                f"{path / scorer_file.FOLDER}: a head of {family.name} has no use for a scorer; move it away"
             )
         config = dataclasses.replace(config, scorer_rank=rank, scorer_width=width)
     draft, shapes = family.build(config, checkpoint.numpy_dtype(target.dtype), target.model.backend)
-    beside = shapes.pop("scorer", None)
-    lies = sharding.drafting(shapes, target.mesh, config) if target.mesh else None
-    params = checkpoint.assemble(tensors, fusions, shapes, str(path), _warn, lies)
+    lies = sharding.drafting(shapes, target.mesh, config) if target.mesh else {}
+    beside, lie_beside = shapes.pop("scorer", None), lies.pop("scorer", None)
+    params = checkpoint.assemble(tensors, fusions, shapes, str(path), _warn, lies or None)
     if beside:
-        params["scorer"] = on_mesh.repeated(scorer_file.read(path, beside), target.mesh)
+        params["scorer"] = scorer_file.read(path, beside, _warn, lie_beside)
     wrong = family.check(config, params) if family.check else None
     if wrong:
         raise ConfigError(f"{path}: {wrong}")

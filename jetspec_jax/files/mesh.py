@@ -83,11 +83,6 @@ def head_on(head: LoadedHead, target: LoadedTarget) -> LoadedHead:
     return dataclasses.replace(head, draft=draft, params=_moved(head.params, lies))
 
 
-def repeated(params: Any, mesh: AnyMesh | None) -> Any:
-    """Returns parameters on every device of a mesh; as they are where there is none."""
-    return params if mesh is None else _moved(params, jax.tree.map(lambda _: sharding.repeated(mesh), params))
-
-
 def _lies_on(x: Any, mesh: AnyMesh) -> bool:
     where = getattr(x, "sharding", None)
     return isinstance(where, NamedSharding) and where.mesh == mesh

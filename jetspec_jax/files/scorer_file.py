@@ -11,15 +11,17 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
 from jetspec_jax.config import MOST_SIZE
 from jetspec_jax.fields import ConfigError, Fields, shown
 from jetspec_jax.files import checkpoint, text
+from jetspec_jax.models.names import Fusion
 
 FOLDER, VERSION, KINDS = "scorer", 1, ("product", "swiglu")
 
@@ -28,11 +30,11 @@ def sizes(head: pathlib.Path) -> tuple[int, int]:
     """Returns rank and width of the scorer in a head's folder, as `config.HeadConfig` has them; 0, 0: there is none.
 
     Raises:
-      ConfigError: it is of another version or kind, or belongs to another head.
+      ConfigError: it is of another version or kind, belongs to another head, or was not written to its end.
     """
-    path = head / FOLDER / "config.json"
-    if not path.is_file():
+    if not os.path.lexists(head / FOLDER):
         return 0, 0
+    path = head / FOLDER / "config.json"
     fields = Fields(text.read_json(path), str(path))
     kind = fields.text("kind")
     if fields.whole("version", 0) != VERSION or kind not in KINDS:
@@ -45,25 +47,22 @@ def sizes(head: pathlib.Path) -> tuple[int, int]:
     return fields.whole("rank", 1, MOST_SIZE), width
 
 
-def read(head: pathlib.Path, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def read(
+    head: pathlib.Path, shapes: dict[str, Any], warn: Callable[[str], None], lies: dict[str, Any] | None = None
+) -> dict[str, jax.Array]:
     """Returns the parameters of a scorer.
 
     Args:
       head: folder of the head.
       shapes: of the parameters, as `drafts.scorer.shapes` has them.
+      warn: says which tensors are of no use.
+      lies: how each parameter lies on several devices; None is one device.
 
     Raises:
-      ConfigError: a tensor is missing or has another shape.
+      ConfigError: a tensor is missing, has another shape, or does not fit the dtype.
     """
-    folder = checkpoint.Folder(head / FOLDER)
-    found = {}
-    for name, shape in shapes.items():
-        stored = folder.shapes.get(name)
-        if stored is None or tuple(stored) != shape.shape:
-            there = "is missing" if stored is None else f"has shape {list(stored)}"
-            raise ConfigError(f"{head / FOLDER}: {name} {there}; {list(shape.shape)} is needed")
-        found[name] = jnp.asarray(np.asarray(folder.read(name)).astype(shape.dtype))
-    return found
+    as_it_is = {name: Fusion(((name,),), (shape.shape[:1],), matrix=False) for name, shape in shapes.items()}
+    return checkpoint.assemble(checkpoint.Folder(head / FOLDER), as_it_is, shapes, str(head / FOLDER), warn, lies)
 
 
 def save(head: str | os.PathLike, params: dict[str, jax.Array]) -> None:
