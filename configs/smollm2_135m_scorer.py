@@ -1,9 +1,8 @@
 """A scorer beside the demo head, which stays as it is: what a node's token makes of its children (`drafts/scorer.py`).
 
-    python train.py --config configs/smollm2_135m_scorer.py --workdir DIR --config.prompt_sets=FOLDER \
-        --config.init_head=SECOND/head
+    python train.py --config configs/smollm2_135m_scorer.py --workdir DIR --config.prompt_sets=FOLDER
 
-SECOND is the work folder of `smollm2_135m_stage2.py`; commands, environment and data as there. The control of
+Commands, environment and data as in `smollm2_135m_stage2.py`, whose head the package has. The control of
 docs/branching.md is the same command with --config.scorer_parents=others. Both were run at once on one NVIDIA H200, in
 219 s, with XLA_PYTHON_CLIENT_MEM_FRACTION=0.45 each, so that 60 % of the rows had room for their features.
 """
@@ -13,9 +12,12 @@ from pathlib import Path
 
 import ml_collections
 
+from jetspec_jax.files import demo
+
 
 def get_config() -> ml_collections.ConfigDict:
     c = runpy.run_path(str(Path(__file__).with_name("smollm2_135m_long.py")))["get_config"]()
+    c.init_head = str(demo.head_folder())
     c.frozen_head = True
     c.scorer_rank = 256
     c.scorer_width = 1_024

@@ -19,8 +19,8 @@ from hypothesis import settings
 
 MOST_MAPS = 20_000  # of the 65,530 that Linux allows a process; one file adds up to half as many again
 
-settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25)
-settings.register_profile("dev", deadline=None, max_examples=25)
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=15)
+settings.register_profile("dev", deadline=None, max_examples=15)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 

@@ -40,7 +40,7 @@ def ids(prompt):
 
 
 CASES = [
-    pytest.param(folder, i, id=f"{folder.name}-{i}")
+    pytest.param(folder, i, id=f"{folder.name}-{i}", marks=pytest.mark.slow if i else ())
     for folder in sorted(FIXTURES.iterdir())
     for i in range(len(json.loads((folder / "expected.json").read_text())["cases"]))
 ]
@@ -489,7 +489,7 @@ def test_long_numbers_and_a_device_that_is_not_there(capsys, monkeypatch):
     [
         ("--json",),
         pytest.param(("--json", "--batch=3", "--compare"), marks=pytest.mark.slow),
-        (),
+        pytest.param((), marks=pytest.mark.slow),
         ("--batch=3", "--compare"),
     ],
 )

@@ -172,7 +172,8 @@ CHAIN, TREE = TreeConfig(5, width=1), TreeConfig(16)
 
 
 @pytest.mark.parametrize("markov, tree", [
-    ("vanilla", CHAIN), ("gated", TREE), pytest.param("rnn", TreeConfig(8, depth=2), marks=pytest.mark.slow)
+    pytest.param("vanilla", CHAIN, marks=pytest.mark.slow), ("gated", TREE),
+    pytest.param("rnn", TreeConfig(8, depth=2), marks=pytest.mark.slow),
 ])  # fmt: skip
 @settings(max_examples=6, derandomize=True)
 @given(asked=st.lists(OPTIONS, min_size=3, max_size=3))
@@ -313,6 +314,7 @@ def test_published_names_and_copies_of_the_target(tmp_path, capsys):
         load.load_head(tmp_path / "head", target)
 
 
+@pytest.mark.slow  # the command draws EAGLE-3's tree in the default run
 def test_the_command_draws_chain_and_tree(tmp_path, capsys):
     """The default is the chain, and the tree where options ask for one; other families' methods are refused by name."""
     target = load.load_target(TARGET)

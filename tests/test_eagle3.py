@@ -78,8 +78,10 @@ def check(loaded, tree, row: int, length: int, nodes: int, depth: int, width: in
     assert paths[1:] == [path for path, _ in wanted]
 
 
-@pytest.mark.parametrize("draft_vocab", [29, tiny.VOCAB])
-@pytest.mark.parametrize("pieces", [(14,), (4, 4, 4)])
+@pytest.mark.parametrize("pieces, draft_vocab", [
+    ((4, 4, 4), 29), ((14,), tiny.VOCAB),
+    pytest.param((14,), 29, marks=pytest.mark.slow), pytest.param((4, 4, 4), tiny.VOCAB, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_tree_is_that_of_recomputed_paths(draft_vocab, pieces):
     """Prompts of 9 and 4 tokens; then a round that commits 3 and 1."""
     loaded = tiny.eagle3(draft_vocab=draft_vocab)

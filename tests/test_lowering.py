@@ -49,7 +49,9 @@ def pair(kind: str, mesh: AbstractMesh | None):
 
 # The first layer of the second kind is dense, so that the other kind proves little more.
 KINDS = pytest.mark.parametrize("kind", [pytest.param("dense", marks=pytest.mark.slow), "moe"])
-MESHES = pytest.mark.parametrize("mesh", [None, MESH], ids=["one", "mesh"])
+MESHES = pytest.mark.parametrize(
+    "mesh", [pytest.param(None, id="one", marks=pytest.mark.slow), pytest.param(MESH, id="mesh")]
+)
 
 
 @KINDS

@@ -27,7 +27,7 @@ def on_eight(*names: str, **settings: str) -> None:
 
 
 def test_eight_devices_decode_the_tokens_of_one_and_exchange_no_weight_and_no_row_of_logits():
-    on_eight("refusals", "weights", "vocabularies", "groups", "tokens")
+    on_eight("refusals", "vocabularies", "tokens")
 
 
 def test_a_head_is_split_where_a_layer_of_it_spares_each_device_enough(monkeypatch):
@@ -39,6 +39,11 @@ def test_a_head_is_split_where_a_layer_of_it_spares_each_device_enough(monkeypat
         monkeypatch.setattr(sharding, "WORTH", worth)
         lies = sharding.drafting(shapes, mesh, config)
         assert lies["layers"][0]["qkv"].spec[1] == axis
+
+
+@pytest.mark.slow
+def test_each_device_reads_its_own_weights_and_runs_its_own_rounds():
+    on_eight("weights", "groups")
 
 
 @pytest.mark.slow

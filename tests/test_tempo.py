@@ -92,7 +92,7 @@ MOVES = st.lists(st.sampled_from(SIZES), max_size=6)
 PRUNE = st.sampled_from([1e-6, 0.02, 0.3])
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(ACTIONS, st.integers(0, 2), MOVES, PRUNE)
 def test_every_answer_is_the_offline_answer_whatever_the_rule(slots, actions, kept, moves, prune):
     """Sizes in any order or by the rule, pruned or not, beside rows with budgets of their own."""

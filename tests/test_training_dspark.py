@@ -170,7 +170,7 @@ def test_a_packed_document_is_as_if_alone():
     np.testing.assert_allclose(found_in[1], found_alone[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["vanilla", "gated"])
+@pytest.mark.parametrize("kind", [pytest.param("vanilla", marks=pytest.mark.slow), "gated"])
 def test_a_slot_is_what_the_drafter_computes_along_the_true_path(kind, monkeypatch):
     """Hidden states, confidence, and the distribution over all tokens at every depth of the text's own path."""
     r, p, c = dspark_recipe(head=head(kind)), part(), head(kind)
