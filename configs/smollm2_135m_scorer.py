@@ -3,7 +3,7 @@
     python train.py --config configs/smollm2_135m_scorer.py --workdir DIR --config.prompt_sets=FOLDER
 
 Commands, environment and data as in `smollm2_135m_stage2.py`, whose head the package has. The control of
-docs/branching.md is the same command with --config.scorer_parents=others. Both were run at once on one NVIDIA H200, in
+docs/branching.md is the same command with --config.scorer_parents=others. Run at once with it on one NVIDIA H200, in
 219 s, with XLA_PYTHON_CLIENT_MEM_FRACTION=0.45 each, so that 60 % of the rows had room for their features.
 """
 
