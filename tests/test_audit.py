@@ -231,6 +231,7 @@ class TestCommand:
         options = ["--max-new-tokens", "24", "--budget=8"]
         return ["--target", str(PAIR / "target"), "--head", str(PAIR / "head"), "--prompts", str(file), *options, *more]
 
+    @pytest.mark.slow  # the next one reads such a report too
     def test_json(self, tmp_path, capsys):
         assert audit.main(self.args(tmp_path, "--json")) == 0
         out, _ = capsys.readouterr()

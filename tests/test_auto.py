@@ -258,6 +258,7 @@ def test_a_row_with_a_budget_of_its_own_has_it():
     assert set(fixed.tree_sizes) == {6} and set(free.tree_sizes) == {8}
 
 
+@pytest.mark.slow  # in a server, in the default run: test_tempo.py
 def test_pruned_trees_give_the_same_tokens():
     option = SamplingConfig(20, temperature=1.0, seed=3, eos=())
     prompts = [[3, 1, 4], [1, 5]]

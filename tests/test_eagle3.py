@@ -162,7 +162,7 @@ def test_a_window_does_not_depend_on_the_rounds_before(window):
         check(loaded, tree, row, length, 50, 3, 5, window)
 
 
-@pytest.mark.slow  # DSpark's and the scorer's in the default run are of the same rule
+@pytest.mark.slow  # the scorer's in the default run is of the same rule
 def test_every_depth_is_ranked_under_the_noise_of_its_position():
     """Noise that leaves no choice: the best path is what it says, position by position."""
     loaded, length = tiny.eagle3(draft_vocab=tiny.VOCAB), jnp.array([10, 5])
