@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     texts: dict[int, list] = {}
     for name in args.meshes:
         mesh = None if name == "one" else sharding.mesh_of(name)
-        pair = shapes.random_pair(args.shape, args.dtype, args.backend, mesh)
+        pair = shapes.random_pair(args.shape, args.dtype, args.backend, mesh=mesh)
         spent = 1e3 * sums(args, mesh) if mesh is not None and mesh.shape["model"] > 1 else 0.0
         for budget in args.budgets:
             row = {"mesh": name, "budget": budget, "sums_ms": spent} | measure(args, pair, mesh, budget)

@@ -40,10 +40,10 @@ def _watched(backend: XLA, seen: list[jax.Array]) -> XLA:
     """The backend, which notes how many experts each mixture of a traced step touches."""
 
     class Watched(type(backend)):  # type: ignore[misc]  # whatever class it is
-        def mixture(self, x, router, gate_up, down, experts_per_token, normalize_top_k):
+        def mixture(self, x, router, gate_up, down, experts_per_token, normalize_top_k, first=0):
             _, expert = moe.choose(x.reshape(-1, x.shape[-1]), router, experts_per_token, normalize_top_k)
             hit = jnp.zeros(router.shape[1], jnp.int32).at[expert.reshape(-1)].set(1)
             seen.append(hit.sum())
-            return super().mixture(x, router, gate_up, down, experts_per_token, normalize_top_k)
+            return super().mixture(x, router, gate_up, down, experts_per_token, normalize_top_k, first)
 
     return Watched(**{f.name: getattr(backend, f.name) for f in dataclasses.fields(backend)})

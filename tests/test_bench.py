@@ -62,7 +62,8 @@ def check_decode_latency(found):
     assert plain["experts_by_layer"] == [2] and 2 <= tree["experts_by_layer"][0] <= 8
     touched = tree["experts_by_layer"][0]
     head, fc = attention + dense, 2 * 64 * 64
-    of_head = 4 * (head + fc + (2 * 64 + 2 * 16) + 2 * 64 + kv // 2)
+    scorer = 2 * 64 * 2 * 8 + 8 * 4 + 64 * 4  # slot and parent, down, child
+    of_head = 4 * (head + fc + (2 * 64 + 2 * 16) + 2 * 64 + kv // 2 + scorer)
     assert tree["bytes"] == 4 * (weights + norms + touched * expert + kv + table) + of_head
     block = 2 * 4 * head + 4 * 4 * 24 * 64 + 2 * 4 * (fc + 64 * 64) + 2 * 3 * table
     assert tree["flop"] == 4 * plain["flop"] + block

@@ -175,11 +175,11 @@ def test_a_slot_is_what_the_drafter_computes_along_the_true_path(kind, monkeypat
     """Hidden states, confidence, and the distribution over all tokens at every depth of the text's own path."""
     r, p, c = dspark_recipe(head=head(kind)), part(), head(kind)
     folded, model = learns.fold(params(kind), SCALE, jnp.float32), target().model
-    asked = everywhere(r, p)
+    asked, features = everywhere(r, p), found()
 
     @jax.jit
     def trained(folded):
-        hidden = learns.hidden(r, folded, p, found(), asked)
+        hidden = learns.hidden(r, folded, p, features, asked)
         logits = learns.logits(r, target().params, folded, hidden, asked).whole(c.vocab_size)
         return hidden, logits, learns.confidence(r, folded, hidden, asked)
 
