@@ -62,7 +62,7 @@ LINE = command.Line(
         Option(
             "scorer",
             "text",
-            "Rank and SwiGLU width of a scorer beside the head; it is not in --parts.",
+            "Rank and SwiGLU width of a scorer beside the head; neither --parts nor the floor of products has it.",
             "0:0",
             metavar="RANK:WIDTH",
         ),

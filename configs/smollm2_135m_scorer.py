@@ -3,8 +3,8 @@
     python train.py --config configs/smollm2_135m_scorer.py --workdir DIR --config.prompt_sets=FOLDER
 
 Commands, environment and data as in `smollm2_135m_stage2.py`, whose head the package has. The control of
-docs/branching.md is the same command with --config.scorer_parents=others. Run at once with it on one NVIDIA H200, in
-219 s, with XLA_PYTHON_CLIENT_MEM_FRACTION=0.45 each, so that 60 % of the rows had room for their features.
+docs/branching.md is the same command with --config.scorer_parents=others. Run beside it on one NVIDIA H200, in 219 s,
+with XLA_PYTHON_CLIENT_MEM_FRACTION=0.45 each, so that 60 % of the rows had room for their features.
 """
 
 import runpy
@@ -22,7 +22,4 @@ def get_config() -> ml_collections.ConfigDict:
     c.scorer_rank = 256
     c.scorer_width = 1_024
     c.steps = 2_500
-    c.peak_lr = 1e-3
-    c.eval_every = 2_500
-    c.save_every = 2_500
     return c

@@ -19,6 +19,4 @@ def get_config() -> ml_collections.ConfigDict:
     c = runpy.run_path(str(Path(__file__).with_name("smollm2_135m_long.py")))["get_config"]()
     c.steps = 10_000
     c.peak_lr = 5e-4  # half of the first stage's: what it learnt is to stay
-    c.eval_every = 2_500
-    c.save_every = 2_500
     return c

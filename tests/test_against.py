@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from compared import BASE, SETTINGS, tree
+from compared import BASE, PLAIN, SETTINGS, tree
 
 from jetspec_jax.config import ConfigError
 from jetspec_jax.evals import against, compare, ledger
@@ -53,12 +53,26 @@ def test_a_prompt_that_ends_without_a_round_is_no_pair():
         assert found.prompts == 1 and found.by_set["all sets"] == pytest.approx(ratio)
 
 
+def cells(*requests):
+    """Settings with the cells of these requests."""
+    return {"cells": [list(PLAIN), *(list(r.cell) for r in requests)]}
+
+
 def test_labels_may_differ_and_shapes_may_not():
     other = dataclasses.replace(tree([1], 1.0), drafter="jetspec=bare")
-    assert len(against.of(run(tree([2], 1.0)), run(other))) == 1
-    for change in ({"nodes": 9}, {"shape": "chain"}, {"temperature": 1.0}, {"prompt": 1}):
+    assert len(against.of(run(tree([2], 1.0)), run(other, **cells(other)))) == 1
+    for change in ({"nodes": 9}, {"shape": "chain"}, {"method": "ddtree"}, {"temperature": 1.0}, {"prompt": 1}):
+        other = tree([1], 1.0, **change)
         with pytest.raises(ConfigError, match="no drafted request in common"):
-            against.of(run(tree([2], 1.0)), run(tree([1], 1.0, **change)))
+            against.of(run(tree([2], 1.0)), run(other, **cells(other)))
+
+
+def test_of_several_like_cells_the_one_of_the_same_name_is_meant():
+    own, mates = tree([3], 1.0), [dataclasses.replace(tree([n], 1.0), drafter=f"jetspec={n}") for n in (1, 0)]
+    named = run(*mates, own, **cells(*mates, own))
+    assert against.of(run(own), named)[0].by_set["a"] == pytest.approx(1)
+    with pytest.raises(ConfigError, match="jetspec tree 8 could be jetspec=1 tree 8 and jetspec=0 tree 8"):
+        against.of(run(own), run(*mates, **cells(*mates)))
 
 
 def test_what_is_no_pair_is_refused():

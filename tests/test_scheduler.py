@@ -109,6 +109,22 @@ def run(scheduler: Scheduler) -> None:
     assert scheduler.idle and len(scheduler._table) == 1
 
 
+def played(scheduler: Scheduler, actions, ask) -> list:
+    """Does what a schedule says, takes turns until all is done, and returns who asked. ask: makes one of a number."""
+    asked = []
+    for name, number, stream in actions:
+        if name == "ask":
+            asked.append(ask(number, stream))
+            scheduler.submit(asked[-1].job)
+        elif name == "turn":
+            for _ in range(number):
+                scheduler._turn()
+        elif asked:
+            scheduler.cancel(asked[number % len(asked)].job)
+    run(scheduler)
+    return asked
+
+
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("ask"), st.integers(0, 2 * len(ASKED) - 1), st.booleans()),
@@ -122,17 +138,8 @@ ACTIONS = st.lists(
 def play(actions, kept) -> int:
     """Runs a schedule; returns how many answers came of it."""
     slots(), offline()  # what they compile is not counted
-    scheduler, asked, before = Scheduler(slots(), 50, kept), [], compiles.count()
-    for name, number, stream in actions:
-        if name == "ask":
-            asked.append(Asked(number, stream))
-            scheduler.submit(asked[-1].job)
-        elif name == "turn":
-            for _ in range(number):
-                scheduler._turn()
-        elif asked:
-            scheduler.cancel(asked[number % len(asked)].job)
-    run(scheduler)
+    before = compiles.count()
+    asked = played(Scheduler(slots(), 50, kept), actions, Asked)
     assert compiles.count() == before
     whole = [one for one in asked if one.updates and one.result]
     assert all(one in whole or one.job.cancelled for one in asked)

@@ -121,9 +121,9 @@ def test_sampled_rows_rank_pairs_as_they_rank_tokens():
         assert got == wanted
 
 
-@pytest.mark.parametrize("builder", ["best_first", "accum_logp"])
-def test_a_new_scorer_changes_no_tree(builder):
-    new, bare = scored(child=0.0), tiny.head(True)
+@pytest.mark.parametrize("builder, inner", [("best_first", 0), ("accum_logp", INNER)])
+def test_a_new_scorer_changes_no_tree(builder, inner):
+    new, bare = scored(child=0.0, inner=inner), tiny.head(True)
     rule = Rule(12, builder, 4)
     one, _ = propose(new.draft.shaped(rule, 4), new.params)
     other, _ = propose(bare.draft.shaped(rule, 4), bare.params)

@@ -13,7 +13,7 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from served import DEPTH, NODES, SIZES, TARGET
-from test_scheduler import ACTIONS, family, offline, run
+from test_scheduler import ACTIONS, family, offline, played, run
 
 from jetspec_jax import speculate
 from jetspec_jax.config import SamplingConfig
@@ -68,18 +68,9 @@ def play(slots, actions, kept, moves, prune) -> None:
         patch.setattr(slots._kit, "_prune", prune)
         if moves:
             patch.setattr(Tempo, "nodes", lambda self, sizes: max(n for n in sizes if n <= next(turn)))
-        scheduler, asked, before = Scheduler(slots, 50, kept), [], compiles.count()
-        for name, number, stream in actions:
-            if name == "ask":
-                budget = 3 if number % 5 == 4 else 1 if number % 7 == 6 else AUTO
-                asked.append(Asked(slots, number, budget, stream))
-                scheduler.submit(asked[-1].job)
-            elif name == "turn":
-                for _ in range(number):
-                    scheduler._turn()
-            elif asked:
-                scheduler.cancel(asked[number % len(asked)].job)
-        run(scheduler)
+        budget = lambda number: 3 if number % 5 == 4 else 1 if number % 7 == 6 else AUTO
+        ask, before = lambda number, stream: Asked(slots, number, budget(number), stream), compiles.count()
+        asked = played(Scheduler(slots, 50, kept), actions, ask)
     assert compiles.count() == before
     for one in asked:
         whole = one.updates and one.updates[-1].result

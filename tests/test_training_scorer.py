@@ -93,6 +93,20 @@ def test_a_frozen_head_stays_and_its_scorer_learns():
     assert {x.shape for x in moments} == {(16, 5)}  # none of the head's
 
 
+def test_a_new_scorer_adds_nothing_and_can_learn():
+    """Its children are zero, of either kind; what meets them is not, or no gradient would leave zero."""
+    for head, zeros in ((SCORED, {"child", "gate"}), (SWIGLU, {"child"})):
+        start = learns.init(head, jax.random.key(0), target().params, {})["scorer"]
+        assert {name for name, x in start.items() if not x.any()} == zeros and len(start) > len(zeros)
+
+
+@pytest.mark.parametrize("change", [{"scorer_width": 4}, {"scorer_parents": "others"}])
+def test_a_size_of_no_scorer_is_refused(change):
+    (name,) = change
+    with pytest.raises(ConfigError, match=f"--config.{name}=.*give scorer_rank"):
+        learns.configure(settings.make(RUN | {"data": "-"} | change, "c"), target().config)
+
+
 def test_a_control_learns_from_the_tokens_of_other_places():
     p, place = part(), jnp.broadcast_to(jnp.arange(WIDTH), (2, WIDTH))
     valid = jnp.ones(place.shape, bool)

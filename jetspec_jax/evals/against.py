@@ -1,7 +1,7 @@
 """One comparison against another, cell by cell: how many times as long the paths are, and how many times as fast.
 
-Requests are paired by prompt and temperature, cells by what they draw. So two heads meet over the same prompts, or one
-head with and without its scorer.
+Requests are paired by prompt and temperature, cells by method, shape and nodes. So two heads of a family meet over the
+same prompts, or one head with and without its scorer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def of(run: Run, other: Run) -> list[Ratios]:
     """Returns a row for each drafted cell and temperature that both have.
 
     Raises:
-      ConfigError: they differ in what their figures depend on, or have no request in common.
+      ConfigError: they differ in what their figures depend on, have no request in common, or a cell has several likes.
     """
     for name in summary.SAME:
         own, its = run.settings.get(name), other.settings.get(name)
@@ -47,10 +47,10 @@ def of(run: Run, other: Run) -> list[Ratios]:
             where, a, b = parted(name, own, its)
             raise ConfigError(f"--against: files of different {where}, {shown(a)} and {shown(b)}")
     sets, temperatures, cells = summary.grid(run.settings)
-    found = []
+    others, found = summary.grid(other.settings)[2], []
     for heat, cell in itertools.product(temperatures, cells):
-        like = lambda r, heat=heat, cell=cell: r.temperature == heat and _drawn(r.cell) == _drawn(cell)
-        beside = {(r.set, r.prompt): r for r in other.requests if like(r)}
+        like = _like(cell, others)
+        beside = {(r.set, r.prompt): r for r in other.requests if (r.temperature, r.cell) == (heat, like)}
         own = [r for r in run.requests if (r.temperature, r.cell) == (heat, cell)]
         pairs = [(r, beside[r.set, r.prompt]) for r in own if (r.set, r.prompt) in beside]
         pairs = [(r, o) for r, o in pairs if r.rounds and o.rounds]
@@ -77,8 +77,13 @@ def markdown(run: Run, other: Run) -> str:
     return f"{tables.table(names, rows)}\n\n{NOTES}\n"
 
 
-def _drawn(cell: Cell) -> tuple[str, int]:
-    return cell.shape, cell.nodes
+def _like(cell: Cell, others: Sequence[Cell]) -> Cell | None:
+    """Returns the other comparison's cell that draws the same: that of the same name, else the only one."""
+    likes = [other for other in others if other[1:] == cell[1:]]
+    if cell not in likes and len(likes) > 1:
+        names = " and ".join(map(str, likes))
+        raise ConfigError(f"--against: {cell} could be {names} of the other file; give one that has one of them")
+    return cell if cell in likes else next(iter(likes), None)
 
 
 def _lengths(pairs: Sequence[Pair]) -> float | None:
