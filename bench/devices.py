@@ -12,8 +12,9 @@
 the compiled loop (median of differences between a long and a short call); `rows/s` are rows times rounds a second, and
 `x one` is their ratio to the first mesh's; `GiB` are the weights on one device. `sums` is the time of what a plain step
 sums over the devices, alone: two sums a layer of one row of activations for each row of a group. With `--tokens` each
-mesh also decodes: in float32 the tokens are those of the first one, in 16 bits near-ties may part. Prints a table, then
-one JSON line.
+mesh also decodes: in float32 the tokens are those of the first one. In 16 bits near-ties may part; `margin` is the gap
+between the two best tokens where a text parts from the first mesh's, in standard deviations of the logits, the largest
+of all texts. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -94,10 +95,11 @@ def main(argv: Sequence[str]) -> int:
                 flush=True,
             )
         for budget in args.budgets if args.tokens else ():
-            found = decoded(args, pair, budget)
-            rows.append({"mesh": name, "budget": budget, "parted": parted(texts.setdefault(budget, found), found)})
+            target, found = decoded(args, pair, budget)
+            rows.append({"mesh": name, "budget": budget} | parted(target, texts.setdefault(budget, found), found))
             print(
-                f"{name:>24} budget {budget}: {args.tokens} tokens, first differences at {rows[-1]['parted']}",
+                f"{name:>24} budget {budget}: {args.tokens} tokens, first differences at {rows[-1]['parted']}, "
+                f"margin {rows[-1]['margin']:.1e}",
                 flush=True,
             )
         del pair
@@ -125,19 +127,26 @@ def measure(args: command.Args, pair: shapes.Pair, mesh, budget: int) -> dict:
     }  # fmt: skip
 
 
-def decoded(args: command.Args, pair: shapes.Pair, budget: int) -> list[list[int]]:
-    """Tokens that follow eight prompts."""
+def prompts(vocabulary: int) -> list[list[int]]:
+    return [[(7 * i + 31 * j) % vocabulary for j in range(9 + i)] for i in range(8)]
+
+
+def decoded(args: command.Args, pair: shapes.Pair, budget: int) -> tuple[LoadedTarget, list[list[int]]]:
+    """Tokens that follow eight prompts, and the target that decides them."""
     config = pair.target.config
     target = LoadedTarget(pair.target, pair.params["target"], config, args.dtype, (), args.shape, "", 0.0, lambda: None)
     head = LoadedHead(pair.draft, pair.params["draft"], pair.draft.config)
-    prompts = [[(7 * i + 31 * j) % config.vocab_size for j in range(9 + i)] for i in range(8)]
     tree, option = TreeConfig(budget), SamplingConfig(args.tokens, eos=())
-    return [result.token_ids for result in speculate.generate(target, head, prompts, tree, option)]
+    results = speculate.generate(target, head, prompts(config.vocab_size), tree, option)
+    return target, [result.token_ids for result in results]
 
 
-def parted(one: list[list[int]], other: list[list[int]]) -> list[int | None]:
-    """The first token in which each pair of texts differs; null where they are equal."""
-    return [baseline.parted(a, b) for a, b in zip(one, other, strict=True)]
+def parted(target: LoadedTarget, one: list[list[int]], other: list[list[int]]) -> dict:
+    """The first token in which each pair of texts differs (null where they are equal), and the largest margin there."""
+    option, asked = SamplingConfig(len(one[0]), eos=()), prompts(target.model.config.vocab_size)
+    found = [baseline.first_difference(target, *texts, option) for texts in zip(asked, one, other, strict=True)]
+    margins = [difference.margin / difference.std for difference in found if difference]
+    return {"parted": [difference and difference.position for difference in found], "margin": max(margins, default=0.0)}
 
 
 def sums(args: command.Args, mesh) -> float:

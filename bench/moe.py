@@ -41,7 +41,7 @@ import timing
 from jetspec_jax import command
 from jetspec_jax.backends.hopper import Hopper
 from jetspec_jax.backends.kernels import gpu_experts
-from jetspec_jax.backends.kernels.gpu_experts import Cut, Cuts
+from jetspec_jax.backends.kernels.gpu_experts import Choice, Cut, Cuts
 from jetspec_jax.backends.xla import PLAIN_XLA
 from jetspec_jax.fields import Option
 from jetspec_jax.layers import moe
@@ -77,10 +77,12 @@ def main(argv: Sequence[str]) -> int:
     bench = Mixture(args, limits)
     pool = concurrent.futures.ThreadPoolExecutor()
     try:
-        # Ours are compiled side by side from now on. XLA times its own candidates while it compiles: those one by one.
+        # Ours are compiled side by side. XLA times its own candidates while it compiles: those one by one.
         ready = {rows: bench.prepare(rows, pool) for rows in args.rows}
         cuts = [(rows, piece) for rows in args.rows for piece in ("gate_up", "down")] if args.cuts and bench.gpu else []
         tried = {key: bench.attempts(*key, pool) for key in cuts}
+        # A compiler at work on the host, and what it times on the device, would be in the figures.
+        concurrent.futures.wait([future for made in (*ready.values(), *tried.values()) for future in made.values()])
         for rows in args.rows:
             if log.open():
                 log.add(bench.measure(rows, ready[rows]))
@@ -127,6 +129,7 @@ class Mixture:
         self.args, self.limits, self.gpu = args, limits, jax.default_backend() == "gpu"
         config = shapes.PAIRS[args.shape][0]
         self.moe, self.hidden = config.moe, config.hidden_size
+        self.choice = Choice(config.moe.experts_per_token, config.moe.normalize_top_k)
         experts, inner = self.moe.num_experts, self.moe.intermediate_size
         like = lambda *sizes: jax.ShapeDtypeStruct(sizes, args.dtype)
         # The router in the layout of a layer, and as many experts; `shapes.drawn` has the gain of a network.
@@ -141,12 +144,9 @@ class Mixture:
         return draw(rows), draw(rows + 1)
 
     def ours(self, x, layer, cut: Cuts | None = None) -> jax.Array:
-        m = self.moe
         flat, weights = x.reshape(-1, self.hidden), (layer["router"], layer["gate_up"], layer["down"])
-        parts = gpu_experts.mixture(
-            flat, *weights, m.experts_per_token, m.normalize_top_k, jax.default_backend() != "gpu", cut
-        )
-        return parts[:, None]
+        interpret = jax.default_backend() != "gpu"
+        return gpu_experts.mixture(flat, *weights, self.choice, interpret=interpret, cut=cut)[:, None]
 
     def ragged(self, x, layer) -> jax.Array:
         m = self.moe
@@ -197,21 +197,21 @@ class Mixture:
     def piece(self, name: str, x, cut: Cut | None = None) -> tuple[Callable, list]:
         """One part of the kernels, and for each layer what comes to it from the part before."""
         m, rows = self.moe, x.shape[1]
-        experts, inner, count = m.num_experts, m.intermediate_size, m.experts_per_token
+        experts, inner, choice = m.num_experts, m.intermediate_size, self.choice
         usual, here = gpu_experts.cuts(rows, self.hidden, inner, x.dtype), jax.default_backend() != "gpu"
 
         def route(x, layer):
-            return gpu_experts.route(x[0], layer["router"], count, m.normalize_top_k, here)
+            return gpu_experts.route(x[0], layer["router"], experts, choice, interpret=here)[:2]
 
         def gate_up(x, given):
             layer, (_, found) = given
             weights = layer["gate_up"].reshape(experts, self.hidden, 2 * inner)
-            return gpu_experts.gate_up_product(x[0], weights, found, count, cut or usual.gate_up, here)
+            return gpu_experts.gate_up_product(x[0], weights, found, choice, cut or usual.gate_up, here)
 
         def down(x, given):
             layer, (weight, found), wide = given
             _, wide = jax.lax.optimization_barrier((x, wide))  # or it would be computed once, before the loop
-            return gpu_experts.down_product(wide, layer["down"], weight, found, cut or usual.down, here)
+            return gpu_experts.down_product(wide, layer["down"], weight, found, choice, cut or usual.down, here)
 
         if name == "route":
             return route, self.layers

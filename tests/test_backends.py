@@ -42,13 +42,13 @@ def device(monkeypatch):
 @pytest.mark.parametrize(
     "where,choice,dtype,head_dim,wanted",
     [
-        (H200, "auto", HALF, 128, Hopper(experts=False)),
+        (H200, "auto", HALF, 128, Hopper()),
         (H200, "auto", F32, 128, PLAIN_XLA),
         (H200, "auto", HALF, 80, PLAIN_XLA),
         (H200, "xla", HALF, 128, PLAIN_XLA),
         (H200, "cudnn", HALF, 80, CuDNN()),
         (H200, "pallas", F32, 64, Hopper()),
-        (("gpu", "NVIDIA B200", "10.0"), "auto", HALF, 128, Hopper(experts=False)),
+        (("gpu", "NVIDIA B200", "10.0"), "auto", HALF, 128, Hopper()),
         (("gpu", "NVIDIA L4", "8.9"), "auto", HALF, 128, PLAIN_XLA),
         (("gpu", "AMD Instinct MI300X", "9.4"), "auto", HALF, 128, PLAIN_XLA),
         (("cpu",), "auto", HALF, 128, PLAIN_XLA),

@@ -16,7 +16,7 @@ from jetspec_jax.options import BACKENDS
 def resolve(choice: str, dtype: str, head_dim: int) -> XLA:
     """Returns the backend of a choice; auto is the fastest that was measured: our kernels for 16 bits on Hopper GPUs.
 
-    What no device has run yet is there only when asked for: on a TPU pallas at all, on a GPU its experts.
+    On a TPU, where no device has run them, the kernels are there only when asked for.
 
     Args:
       choice: auto, xla, cudnn or pallas.
@@ -31,7 +31,7 @@ def resolve(choice: str, dtype: str, head_dim: int) -> XLA:
     device, half = jax.default_backend(), dtype != "float32"
     fits = gpu_attention.supported(head_dim)
     if choice == "auto":
-        return Hopper(experts=False) if half and fits and _is_hopper() else PLAIN_XLA
+        return Hopper() if half and fits and _is_hopper() else PLAIN_XLA
     if choice == "pallas":
         if not fits:
             raise ConfigError(f"backend=pallas: head_dim={head_dim} is no power of two of at least 16; use xla")

@@ -21,13 +21,9 @@ LONG = 512  # rows of a call up to which attention is ours: rounds, and prompts 
 
 @dataclasses.dataclass(frozen=True)
 class Hopper(XLA):
-    """Kernels for attention, few-row products, what lies between them, commit and best-first trees.
-
-    experts: whether those of a mixture are ours too.
-    """
+    """Kernels for attention, few-row products, what lies between them, experts, commit and best-first trees."""
 
     name: ClassVar[str] = "pallas"
-    experts: bool = True
 
     def matmul(self, x, w):
         rows = x.shape[0] * x.shape[1]
@@ -44,12 +40,12 @@ class Hopper(XLA):
         return gpu_layer.swiglu(x.reshape(rows, -1), gate_up, _interpreted()).reshape(*x.shape[:2], outer)
 
     def mixture(self, x, router, gate_up, down, experts_per_token, normalize_top_k, first=0):
-        rows, (count, inner, hidden) = x.shape[0] * x.shape[1], down.shape
-        some = count < router.shape[1]  # a device's part of them
-        if not self.experts or some or rows > ROUTED or not gpu_experts.supported(hidden, inner):
+        rows, (inner, hidden) = x.shape[0] * x.shape[1], down.shape[1:]
+        if rows > ROUTED or not gpu_experts.supported(hidden, inner):
             return super().mixture(x, router, gate_up, down, experts_per_token, normalize_top_k, first)
-        weights = router, gate_up, down, experts_per_token, normalize_top_k
-        return gpu_experts.mixture(x.reshape(rows, -1), *weights, _interpreted()).reshape(-1, *x.shape)
+        choice = gpu_experts.Choice(experts_per_token, normalize_top_k)
+        given = x.reshape(rows, -1), router, gate_up, down, choice, first
+        return gpu_experts.mixture(*given, interpret=_interpreted()).reshape(-1, *x.shape)
 
     def add_norm(self, x, product, weight, eps):
         flat = None if product is None else product.reshape(-1, x.shape[0] * x.shape[1], x.shape[2])

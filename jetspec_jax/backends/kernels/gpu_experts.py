@@ -1,11 +1,13 @@
 """A mixture of experts for few rows on NVIDIA GPUs: each chosen expert's weights are read once, the others' never.
 
-Four or five launches. The router's product; `choose`, a program a row; `lists`, a program an expert, which writes down
+Three to five launches. The router's product; `choose`, a program a row; `lists`, a program an expert, which writes down
 the expert's rows (left out up to `TILE` rows: one tile of the matrix unit holds all of them, so nothing needs to be
 gathered); gate and up with SwiGLU; down. A program of the last two is one expert and some columns of its weights, and
 multiplies them by the expert's rows alone. How many those are is known on the device only, so a program holds a branch
-a size of tile. Nothing is sorted, nothing is added atomically: down leaves the k-th experts of all rows as the k-th
-partial sum, and the next operation adds those up in order. The oracle is `moe.feed_forward`.
+a size of tile. Of a single row the programs of both choose by themselves, which costs less than a launch. Nothing is
+sorted, nothing is added atomically: down leaves the k-th experts of all rows as the k-th partial sum, and the next
+operation adds those up in order. Where a device has some of the experts alone, only those are visited. The oracle is
+`moe.feed_forward`.
 
 Pallas-Triton, for the reasons that `gpu_attention` gives: a row of a plain step or the four rows that an expert gets of
 a tree fill a sixteenth of the tile that wgmma takes.
@@ -20,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jetspec_jax.backends.kernels import gpu_layer
 from jetspec_jax.layers.numerics import einsum, power, precision
@@ -29,8 +31,19 @@ TILE = 16  # rows of the smallest tile
 TILES = (16, 32, 64)
 
 
-# The rows' experts [R * k]; or, of more than `TILE` rows, the result of `lists`.
+# The rows' experts [R * k]; of more than `TILE` rows what `lists` returns; of one the router's logits [parts, 1, X].
 Found = tuple[jax.Array, ...]
+
+
+class Choice(NamedTuple):
+    """How rows choose.
+
+    per_row: experts of a row, k.
+    normalize: whether their weights are made to sum to one.
+    """
+
+    per_row: int
+    normalize: bool
 
 
 class Cut(NamedTuple):
@@ -59,95 +72,111 @@ def cuts(rows: int, hidden: int, inner: int, dtype=jnp.bfloat16) -> Cuts:
     divisor = lambda size, *sizes: next(s for s in (*sizes, 64, 32, 16) if size % s == 0)
     if jnp.dtype(dtype).itemsize > 2:  # no matrix unit: what a tile adds up is held by few registers
         return Cuts(Cut(divisor(inner, 32), divisor(hidden, 32)), Cut(divisor(hidden, 32), divisor(inner, 32)))
-    # One row has eight experts: narrow shares, so that every multiprocessor reads.
-    few = rows == 1
-    gate_up = Cut(divisor(inner, 32 if few else 64), divisor(hidden, 128 if few else 64))
-    return Cuts(gate_up, Cut(divisor(hidden, 64 if few else 128), divisor(inner, 128 if few else 64)))
+    if rows == 1:  # long steps, for a program's loop is all that keeps reads on their way
+        return Cuts(Cut(divisor(inner, 64), divisor(hidden, 128)), Cut(divisor(hidden, 128), divisor(inner, 64), 8))
+    gate_up = Cut(divisor(inner, 64), divisor(hidden, 32), 4, 3)
+    return Cuts(gate_up, Cut(divisor(hidden, 128), divisor(inner, 64)))
 
 
-@functools.partial(jax.jit, static_argnames=("count", "normalize", "interpret", "cut"))
+@functools.partial(jax.jit, static_argnames=("choice", "interpret", "cut"))
 def mixture(  # noqa: PLR0913  # the weights of a layer, and what is static
     x: Float[Array, "R E"],
     router: Float[Array, "E X"],
-    gate_up: Float[Array, "X E 2 F"],
-    down: Float[Array, "X F E"],
-    count: int,
-    normalize: bool,
+    gate_up: Float[Array, "Y E 2 F"],
+    down: Float[Array, "Y F E"],
+    choice: Choice,
+    first: int | Int[Array, ""] = 0,
     interpret: bool = False,
     cut: Cuts | None = None,
 ) -> Float[Array, "k R E"]:
-    """Returns the weighed results of every row's `count` experts, the most probable first, in f32: partial sums.
+    """Returns the weighed results of every row's experts, the most probable first, in f32: partial sums.
 
     Args:
       x: normed rows.
       router: its probabilities are computed in f32.
       gate_up: gate and up of each expert side by side.
       down: of each expert.
-      count: experts that a row is sent to.
-      normalize: whether their weights are made to sum to one.
+      choice: how rows choose.
+      first: where only Y of all X experts are given, which is the first of them; what the others make is zero.
       interpret: runs without a GPU.
       cut: how the products are cut; None is the rule of `cuts`.
     """
     rows, hidden = x.shape
     experts, inner = down.shape[:2]
     cut = cut or cuts(rows, hidden, inner, x.dtype)
-    weight, found = route(x, router, count, normalize, interpret)
-    wide = gate_up_product(x, gate_up.reshape(experts, hidden, 2 * inner), found, count, cut.gate_up, interpret)
-    return down_product(wide, down, weight, found, cut.down, interpret)
+    weight, found, here = route(x, router, experts, choice, first, interpret)
+    wide = gate_up_product(x, gate_up.reshape(experts, hidden, 2 * inner), found, choice, cut.gate_up, interpret)
+    out = down_product(wide, down, weight, found, choice, cut.down, interpret)
+    return out if here is None else jnp.where(here.T[..., None], out, 0)
 
 
 def route(
-    x: Float[Array, "R E"], router: Float[Array, "E X"], count: int, normalize: bool, interpret: bool = False
-) -> tuple[Float[Array, "R k"], Found]:
-    """Returns weights of every row's experts, and which they are."""
-    experts = router.shape[1]
+    x: Float[Array, "R E"], router: Float[Array, "E X"], experts: int, choice: Choice,
+    first: int | Int[Array, ""] = 0, interpret: bool = False,
+) -> tuple[Float[Array, "R k"] | None, Found, Bool[Array, "R k"] | None]:  # fmt: skip
+    """Returns weights of every row's experts, which they are, and which are among the `experts` from `first` on.
+
+    The weights of one row are None where the products choose by themselves, and the last is None where all experts are
+    here.
+    """
     if gpu_layer.tileable(*router.shape):
         logits = gpu_layer.matmul(x, router, interpret)
     else:
         logits = einsum("re,ex->rx", x, router, jnp.float32)[None]
-    weight, expert = choose(logits, count, normalize, interpret)
-    return weight, (expert.reshape(-1),) if len(x) <= TILE else lists(expert, experts, interpret)
+    every, here = experts == router.shape[1], None
+    if len(x) == 1 and every:
+        return None, (logits,), None
+    weight, expert = choose(logits, choice, interpret)
+    if not every:
+        here = (expert >= first) & (expert < first + experts)
+        expert = jnp.where(here, expert - first, -1)
+    return weight, (expert.reshape(-1),) if len(x) <= TILE else lists(expert, experts, interpret), here
 
 
-@functools.partial(jax.jit, static_argnames=("count", "normalize", "interpret"))
-def choose(
-    parts: Float[Array, "parts R X"], count: int, normalize: bool, interpret: bool = False
-) -> tuple[Float[Array, "R k"], Int[Array, "R k"]]:
-    """Returns weights and ids of every row's experts, out of partial sums of the router's logits.
+def _chosen(parts_ref, row, choice: Choice) -> tuple[jax.Array, jax.Array]:
+    """A row's weights and experts, out of partial sums of the router's logits [parts, R, X]; places of a power of two.
 
     The most probable first, of equals the one of smaller id. A row that is not finite has experts too, at a weight of
     NaN: it reads no memory that is not there, and concerns no other row.
     """
-    splits, rows, experts = parts.shape
+    splits, _, experts = parts_ref.shape
     wide = power(experts)
+    lane, place = jnp.arange(wide), jnp.arange(power(choice.per_row))
+    live = lane < experts
+    logits = jnp.zeros((wide,), jnp.float32)
+    for i in range(splits):
+        logits += plgpu.load(parts_ref.at[jnp.int32(i), row, pl.ds(0, wide)], mask=live, other=0)
+    logits = jnp.where(live, logits, -jnp.inf)
+    odds = jnp.exp(logits - logits.max())
+    odds = odds / odds.sum()
+    odds = jnp.where(live, jnp.where(odds == odds, odds, -1.0), -2.0)
+    mine, other = odds[:, None], odds[None]
+    before = (other > mine) | ((other == mine) & (lane[None] < lane[:, None]))
+    hit = before.astype(jnp.int32).sum(1)[:, None] == place[None]
+    pick = lambda x: jnp.where(hit, x[:, None], jnp.zeros_like(x)[:, None]).sum(0)
+    weight = jnp.where(place < choice.per_row, pick(odds), 0.0)
+    weight = jnp.where(weight < 0, jnp.nan, weight)
+    return weight / weight.sum() if choice.normalize else weight, pick(lane)
+
+
+@functools.partial(jax.jit, static_argnames=("choice", "interpret"))
+def choose(
+    parts: Float[Array, "parts R X"], choice: Choice, interpret: bool = False
+) -> tuple[Float[Array, "R k"], Int[Array, "R k"]]:
+    """Returns weights and ids of every row's experts, out of partial sums of the router's logits; see `_chosen`."""
+    rows, count = parts.shape[1], choice.per_row
 
     def kernel(parts_ref, weight_ref, expert_ref):
-        row, lane = pl.program_id(0), jnp.arange(wide)
-        live = lane < experts
-        logits = jnp.zeros((wide,), jnp.float32)
-        for i in range(splits):
-            logits += plgpu.load(parts_ref.at[jnp.int32(i), row, pl.ds(0, wide)], mask=live, other=0)
-        logits = jnp.where(live, logits, -jnp.inf)
-        odds = jnp.exp(logits - logits.max())
-        odds = odds / odds.sum()
-        left = jnp.where(live, jnp.where(odds == odds, odds, -1.0), -2.0)
-        weights = []
-        for i in range(count):
-            best = left.max()
-            at = jnp.where(left == best, lane, wide).min()
-            left = jnp.where(lane == at, -3.0, left)
-            expert_ref[row, i] = at
-            weights.append(jnp.where(best < 0, jnp.nan, best))
-        total = sum(weights) if normalize else jnp.float32(1)
-        for i, one in enumerate(weights):
-            weight_ref[row, i] = one / total
+        row, place = pl.program_id(0), jnp.arange(power(count))
+        for ref, value in zip((weight_ref, expert_ref), _chosen(parts_ref, row, choice), strict=True):
+            plgpu.store(ref.at[row, pl.ds(0, power(count))], value, mask=place < count)
 
     like = lambda dtype: jax.ShapeDtypeStruct((rows, count), dtype)
     return pl.pallas_call(
         kernel,
         grid=(rows,),
         out_shape=[like(jnp.float32), like(jnp.int32)],
-        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="choose_experts",
     )(parts)
@@ -199,17 +228,22 @@ def _visit(refs, slot, size: tuple[int, int], by_row: bool, visit) -> None:
     """Calls `visit` with every tile of rows of a slot's expert. A slot without one ends after a look.
 
     Args:
-      refs: the rows' experts [R * k]; or the lists of the experts [X, routed] and how long they are [X].
+      refs: `Found`.
       slot: of the grid.
       size: rows, and experts a row.
       by_row: the slot is a routed row, and the first one of an expert visits it; otherwise the slot is an expert.
       visit: takes a `Group`.
     """
     rows, count = size
+    row = jnp.arange(TILE)
     if len(refs) == 2:
         _visit_list(refs, slot, rows, count, visit)
         return
-    row, place = jnp.arange(TILE), jnp.arange(power(count))[None]
+    if len(refs[0].shape) == 3:
+        expert = _at_place(_chosen(refs[0], jnp.int32(0), Choice(count, False))[1], slot)
+        visit(Group(expert, row, jnp.where(row == 0, slot, count), row == 0))
+        return
+    place = jnp.arange(power(count))[None]
     expert = refs[0][slot] if by_row else slot
     routed = row[:, None] * count + place
     known = (row < rows)[:, None] & (place < count)
@@ -218,9 +252,13 @@ def _visit(refs, slot, size: tuple[int, int], by_row: bool, visit) -> None:
     mine = jnp.where(hit, routed, none).min(1)
     first = mine.min()
 
-    @pl.when(first == slot if by_row else first < none)
+    @pl.when((first == slot) & (expert >= 0) if by_row else first < none)
     def _():
         visit(Group(expert, row, mine, mine < none))
+
+
+def _at_place(x, place):
+    return jnp.where(jnp.arange(x.size) == place, x, jnp.zeros_like(x)).sum()
 
 
 def _visit_list(refs, expert, rows: int, count: int, visit) -> None:
@@ -267,19 +305,20 @@ def _slots(rows: int, count: int, experts: int) -> int:
 
 
 def gate_up_product(
-    x: Float[Array, "R E"], weights: Float[Array, "X E _"], found: Found, count: int, cut: Cut, interpret: bool = False
-) -> Float[Array, "routed F"]:
-    """Returns silu(x @ gate) * (x @ up) of every row for each of its `count` experts in turn.
+    x: Float[Array, "R E"], weights: Float[Array, "Y E _"], found: Found, choice: Choice, cut: Cut,
+    interpret: bool = False,
+) -> Float[Array, "routed F"]:  # fmt: skip
+    """Returns silu(x @ gate) * (x @ up) of every row for each of its experts in turn.
 
     Args:
       x: normed rows.
       weights: gate and, after it, up of each expert.
       found: the rows' experts.
-      count: experts a row.
+      choice: how rows choose.
       cut: how the product is cut.
       interpret: runs without a GPU.
     """
-    (rows, hidden), (experts, _, both) = x.shape, weights.shape
+    (rows, hidden), (experts, _, both), count = x.shape, weights.shape, choice.per_row
     wide, depth, warps, stages = cut
     inner, slots = both // 2, _slots(rows, count, experts)
 
@@ -313,25 +352,28 @@ def gate_up_product(
 
 
 def down_product(
-    x: Float[Array, "routed F"], weights: Float[Array, "X F E"], weight: Float[Array, "R k"], found: Found, cut: Cut,
-    interpret: bool = False,
+    x: Float[Array, "routed F"], weights: Float[Array, "Y F E"], weight: Float[Array, "R k"] | None, found: Found,
+    choice: Choice, cut: Cut, interpret: bool = False,
 ) -> Float[Array, "k R E"]:  # fmt: skip
     """Returns x @ down of every routed row, times its weight, in f32.
 
     Args:
       x: the result of `gate_up_product`.
       weights: down of each expert.
-      weight: of the rows' experts.
+      weight: of the rows' experts; None has the programs compute it.
       found: which they are.
+      choice: how rows choose.
       cut: how the product is cut.
       interpret: runs without a GPU.
     """
-    (rows, count), (experts, inner, hidden) = weight.shape, weights.shape
+    (experts, inner, hidden), count = weights.shape, choice.per_row
+    rows, given = len(x) // count, () if weight is None else (weight.reshape(-1),)
     wide, depth, warps, stages = cut
     slots = _slots(rows, count, experts)
 
-    def kernel(x_ref, w_ref, weight_ref, *refs):
-        first, out_ref = pl.program_id(0) * wide, refs[-1]
+    def kernel(x_ref, w_ref, *refs):
+        first, (weight_ref, *refs) = pl.program_id(0) * wide, refs if given else (None, *refs)
+        out_ref = refs[-1]
 
         def visit(group):
             def body(i, total):
@@ -340,7 +382,10 @@ def down_product(
 
             total = jnp.zeros((group.row.size, wide), jnp.float32)
             total = jax.lax.fori_loop(0, inner // depth, body, total)
-            scale = plgpu.load(weight_ref.at[group.routed], mask=group.live, other=0)
+            if weight_ref is None:
+                scale = jnp.full(group.row.size, _at_place(_chosen(refs[0], jnp.int32(0), choice)[0], pl.program_id(1)))
+            else:
+                scale = plgpu.load(weight_ref.at[group.routed], mask=group.live, other=0)
             place = jnp.where(group.live, group.routed % count * rows + group.row, rows * count)
             _store(out_ref, place, first + jnp.arange(wide), total * scale[:, None], group.live)
 
@@ -353,5 +398,5 @@ def down_product(
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="experts_down",
-    )(x, weights, weight.reshape(-1), *found)
+    )(x, weights, *given, *found)
     return out.reshape(count, rows, hidden)
