@@ -46,6 +46,7 @@ def _head(target: ModelConfig, layers: int, taps: tuple[int, ...], mask: int, **
 _8B = _qwen3(4096, 36, 32, 12288, False)
 _0_6B = _qwen3(1024, 28, 16, 3072, True)
 _30B = _qwen3(2048, 48, 32, 6144, False, num_kv_heads=4, moe=MoEConfig(128, 8, 768, True, tuple(range(48))))
+_30B_6 = dataclasses.replace(_30B, num_layers=6, moe=dataclasses.replace(_30B.moe, sparse_layers=tuple(range(6))))
 _32B = _qwen3(5120, 64, 64, 25600, False)
 _135M = ModelConfig(
     model_type="llama", vocab_size=49152, hidden_size=576, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64,
@@ -58,11 +59,12 @@ PAIRS = {
     "qwen3-8b": (_8B, _head(_8B, 5, (1, 9, 17, 25, 33), 151669)),
     "qwen3-0.6b": (_0_6B, _head(_0_6B, 5, (1, 7, 13, 19, 25), 151669)),
     "qwen3-30b-a3b": (_30B, _head(_30B, 8, (1, 12, 23, 34, 45), 151669)),
+    "qwen3-30b-a3b-6": (_30B_6, _head(_30B_6, 2, (0, 1, 2, 3, 4), 151669)),
     "qwen3-32b": (_32B, _head(_32B, 5, (1, 16, 31, 46, 61), 151669)),
     "smollm2-135m": (_135M, block_files.config(text.read_json(demo.head_folder() / "config.json"), "demo head")),
     "tiny": (_TINY, _head(_TINY, 1, (0, 1), 511)),
     "tiny-moe": (_TINY_MOE, _head(_TINY_MOE, 1, (0, 1), 511)),
-}  # smollm2-135m is the demo pair, the tiny ones are smoke runs for a CPU
+}  # smollm2-135m is the demo pair; six layers for what depth does not change; the tiny ones are smoke runs for a CPU
 
 SHAPE = Option("shape", "choice", "Shape of target and head.", "qwen3-8b", choices=tuple(PAIRS))
 DTYPE = Option("dtype", "choice", "Dtype of the weights.", "bfloat16", choices=("bfloat16", "float32"))
