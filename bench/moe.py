@@ -198,20 +198,23 @@ class Mixture:
         """One part of the kernels, and for each layer what comes to it from the part before."""
         m, rows = self.moe, x.shape[1]
         experts, inner, choice = m.num_experts, m.intermediate_size, self.choice
-        usual, here = gpu_experts.cuts(rows, self.hidden, inner, x.dtype), jax.default_backend() != "gpu"
+        usual, here = (
+            gpu_experts.cuts(rows, self.hidden, inner, choice.per_row, x.dtype),
+            jax.default_backend() != "gpu",
+        )
 
         def route(x, layer):
-            return gpu_experts.route(x[0], layer["router"], experts, choice, interpret=here)[:2]
+            return gpu_experts.route(x[0], layer["router"], experts, choice, interpret=here)[0]
 
         def gate_up(x, given):
-            layer, (_, found) = given
+            layer, routed = given
             weights = layer["gate_up"].reshape(experts, self.hidden, 2 * inner)
-            return gpu_experts.gate_up_product(x[0], weights, found, choice, cut or usual.gate_up, here)
+            return gpu_experts.gate_up_product(x[0], weights, routed, choice, cut or usual.gate_up, here)
 
         def down(x, given):
-            layer, (weight, found), wide = given
+            layer, _, (wide, routed) = given
             _, wide = jax.lax.optimization_barrier((x, wide))  # or it would be computed once, before the loop
-            return gpu_experts.down_product(wide, layer["down"], weight, found, choice, cut or usual.down, here)
+            return gpu_experts.down_product(wide, layer["down"], routed, choice, cut or usual.down, here)
 
         if name == "route":
             return route, self.layers
@@ -273,10 +276,10 @@ def candidates(rows: int, hidden: int, inner: int, name: str, size: int):
     sum_, width, products = (hidden, inner, 2) if name == "gate_up" else (inner, hidden, 1)
     tile = min(64, max(16, 1 << (rows - 1).bit_length())) if rows > gpu_experts.TILE else gpu_experts.TILE
     for columns, depth, (warps, stages) in itertools.product(
-        (32, 64, 128), (32, 64, 128), ((4, 3), (4, 4), (4, 6), (8, 4))
+        (16, 32, 48, 64, 128), (32, 64, 128, 256), ((4, 3), (4, 4), (4, 6), (8, 4))
     ):
         step = size * depth * (columns * products + tile)
-        whole = sum_ % depth == 0 and width % columns == 0
+        whole = sum_ % depth == 0 and width % columns == 0 and (products == 2 or columns & (columns - 1) == 0)
         shares = 8 * 1024 * size // 2 <= depth * columns * products * size <= 64 * 1024
         many = columns * products > 128  # more than the registers of four warps hold beside the rest
         if whole and shares and step * stages <= SHARED and (warps == 8 or not many):

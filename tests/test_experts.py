@@ -139,7 +139,8 @@ def test_choose(interpret):
         near(weight, wanted[0] / wanted[0].sum(-1, keepdims=True) if normalize else wanted[0], F32)
         assert (expert == wanted[1]).all()
     broken = gpu_experts.choose(parts.at[0, 4, 7].set(jnp.nan), Choice(3, True), interpret)
-    assert jnp.isnan(broken[0][4]).all() and broken[1][4].tolist() == [0, 1, 2]
+    odd = set(broken[1][4].tolist())
+    assert jnp.isnan(broken[0][4]).all() and len(odd) == 3 and odd < set(range(12))
     assert (broken[1][5:] == expert[5:]).all()
 
 

@@ -4,10 +4,10 @@ Three to five launches. The router's product; `choose`, a program a row; `lists`
 the expert's rows (left out up to `TILE` rows: one tile of the matrix unit holds all of them, so nothing needs to be
 gathered); gate and up with SwiGLU; down. A program of the last two is one expert and some columns of its weights, and
 multiplies them by the expert's rows alone. How many those are is known on the device only, so a program holds a branch
-a size of tile. Of a single row the programs of both choose by themselves, which costs less than a launch. Nothing is
-sorted, nothing is added atomically: down leaves the k-th experts of all rows as the k-th partial sum, and the next
-operation adds those up in order. Where a device has some of the experts alone, only those are visited. The oracle is
-`moe.feed_forward`.
+a size of tile. Of a single row the programs of gate and up choose by themselves, which costs less than a launch, and
+leave the choice to down. Nothing is sorted, nothing is added atomically: down leaves the k-th experts of all rows as
+the k-th partial sum, and the next operation adds those up in order. Where a device has some of the experts alone, only
+those are visited. The oracle is `moe.feed_forward`.
 
 Pallas-Triton, for the reasons that `gpu_attention` gives: a row of a plain step or the four rows that an expert gets of
 a tree fill a sixteenth of the tile that wgmma takes.
@@ -29,10 +29,19 @@ from jetspec_jax.layers.numerics import einsum, power, precision
 
 TILE = 16  # rows of the smallest tile
 TILES = (16, 32, 64)
+MULTIPROCESSORS = 132  # of an H100 or H200
 
 
-# The rows' experts [R * k]; of more than `TILE` rows what `lists` returns; of one the router's logits [parts, 1, X].
-Found = tuple[jax.Array, ...]
+class Routed(NamedTuple):
+    """Which experts rows are sent to.
+
+    weight: [R * k] of each row's experts; None where gate and up choose.
+    found: the rows' experts [R * k]; of more than `TILE` rows what `lists` returns; where gate and up choose, the
+      router's logits [parts, 1, X].
+    """
+
+    weight: jax.Array | None
+    found: tuple[jax.Array, ...]
 
 
 class Choice(NamedTuple):
@@ -47,7 +56,7 @@ class Choice(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """One program's share of an expert: columns of its result, depth of a step of the sum."""
+    """One program's share of an expert: columns of its result (a multiple of 16), depth of a step of the sum."""
 
     columns: int
     depth: int
@@ -67,15 +76,21 @@ def supported(hidden: int, inner: int) -> bool:
     return hidden % 16 == 0 and inner % 16 == 0
 
 
-def cuts(rows: int, hidden: int, inner: int, dtype=jnp.bfloat16) -> Cuts:
-    """Returns the cut for `rows` rows of `hidden` numbers and experts of `inner`."""
+def cuts(rows: int, hidden: int, inner: int, count: int, dtype=jnp.bfloat16) -> Cuts:
+    """Returns the cut for `rows` rows of `hidden` numbers and experts of `inner`, `count` a row."""
     divisor = lambda size, *sizes: next(s for s in (*sizes, 64, 32, 16) if size % s == 0)
     if jnp.dtype(dtype).itemsize > 2:  # no matrix unit: what a tile adds up is held by few registers
         return Cuts(Cut(divisor(inner, 32), divisor(hidden, 32)), Cut(divisor(hidden, 32), divisor(inner, 32)))
     if rows == 1:  # long steps, for a program's loop is all that keeps reads on their way
-        return Cuts(Cut(divisor(inner, 64), divisor(hidden, 128)), Cut(divisor(hidden, 128), divisor(inner, 64), 8))
+        return Cuts(Cut(_even(inner, count), divisor(hidden, 128)), Cut(divisor(hidden, 128), divisor(inner, 64), 8))
     gate_up = Cut(divisor(inner, 64), divisor(hidden, 32), 4, 3)
     return Cuts(gate_up, Cut(divisor(hidden, 128), divisor(inner, 64)))
+
+
+def _even(inner: int, count: int) -> int:
+    """Columns with which the multiprocessor that reads most reads least, where each expert has one row."""
+    share = lambda wide: -(-count * inner // wide // MULTIPROCESSORS) * wide
+    return min((wide for wide in (64, 48, 32, 16) if inner % wide == 0), key=share)
 
 
 @functools.partial(jax.jit, static_argnames=("choice", "interpret", "cut"))
@@ -103,73 +118,78 @@ def mixture(  # noqa: PLR0913  # the weights of a layer, and what is static
     """
     rows, hidden = x.shape
     experts, inner = down.shape[:2]
-    cut = cut or cuts(rows, hidden, inner, x.dtype)
-    weight, found, here = route(x, router, experts, choice, first, interpret)
-    wide = gate_up_product(x, gate_up.reshape(experts, hidden, 2 * inner), found, choice, cut.gate_up, interpret)
-    out = down_product(wide, down, weight, found, choice, cut.down, interpret)
+    cut = cut or cuts(rows, hidden, inner, choice.per_row, x.dtype)
+    routed, here = route(x, router, experts, choice, first, interpret)
+    weights = gate_up.reshape(experts, hidden, 2 * inner)
+    wide, routed = gate_up_product(x, weights, routed, choice, cut.gate_up, interpret)
+    out = down_product(wide, down, routed, choice, cut.down, interpret)
     return out if here is None else jnp.where(here.T[..., None], out, 0)
 
 
 def route(
     x: Float[Array, "R E"], router: Float[Array, "E X"], experts: int, choice: Choice,
     first: int | Int[Array, ""] = 0, interpret: bool = False,
-) -> tuple[Float[Array, "R k"] | None, Found, Bool[Array, "R k"] | None]:  # fmt: skip
-    """Returns weights of every row's experts, which they are, and which are among the `experts` from `first` on.
-
-    The weights of one row are None where the products choose by themselves, and the last is None where all experts are
-    here.
-    """
+) -> tuple[Routed, Bool[Array, "R k"] | None]:  # fmt: skip
+    """Returns the experts of every row, and which are among the `experts` from `first` on; None: all are."""
     if gpu_layer.tileable(*router.shape):
         logits = gpu_layer.matmul(x, router, interpret)
     else:
         logits = einsum("re,ex->rx", x, router, jnp.float32)[None]
     every, here = experts == router.shape[1], None
     if len(x) == 1 and every:
-        return None, (logits,), None
+        return Routed(None, (logits,)), None
     weight, expert = choose(logits, choice, interpret)
     if not every:
         here = (expert >= first) & (expert < first + experts)
         expert = jnp.where(here, expert - first, -1)
-    return weight, (expert.reshape(-1),) if len(x) <= TILE else lists(expert, experts, interpret), here
+    found = (expert.reshape(-1),) if len(x) <= TILE else lists(expert, experts, interpret)
+    return Routed(weight.reshape(-1), found), here
 
 
-def _chosen(parts_ref, row, choice: Choice) -> tuple[jax.Array, jax.Array]:
-    """A row's weights and experts, out of partial sums of the router's logits [parts, R, X]; places of a power of two.
-
-    The most probable first, of equals the one of smaller id. A row that is not finite has experts too, at a weight of
-    NaN: it reads no memory that is not there, and concerns no other row.
-    """
+def _logits(parts_ref, row) -> jax.Array:
+    """A row's logits out of partial sums [parts, R, X], as many as a power of two, -inf after the end."""
     splits, _, experts = parts_ref.shape
-    wide = power(experts)
-    lane, place = jnp.arange(wide), jnp.arange(power(choice.per_row))
-    live = lane < experts
-    logits = jnp.zeros((wide,), jnp.float32)
+    lane = jnp.arange(power(experts))
+    logits = jnp.zeros(lane.shape, jnp.float32)
     for i in range(splits):
-        logits += plgpu.load(parts_ref.at[jnp.int32(i), row, pl.ds(0, wide)], mask=live, other=0)
-    logits = jnp.where(live, logits, -jnp.inf)
+        logits += plgpu.load(parts_ref.at[jnp.int32(i), row, pl.ds(0, lane.size)], mask=lane < experts, other=0)
+    return jnp.where(lane < experts, logits, -jnp.inf)
+
+
+def _rank(logits) -> jax.Array:
+    """Each expert's place: the most probable first, of equals the one of smaller id, those that are no number last.
+
+    A row that is not finite has experts too, at a weight of NaN: it reads no memory that is not there, and concerns no
+    other row. Sums go down the columns, which are a thread's own.
+    """
+    lane = jnp.arange(logits.size)
+    logits = jnp.where(logits == logits, logits, -jnp.inf)
+    other, mine = logits[:, None], logits[None]
+    before = (other > mine) | ((other == mine) & (lane[:, None] < lane[None]))
+    return before.astype(jnp.int32).sum(0)
+
+
+def _odds(logits) -> jax.Array:
     odds = jnp.exp(logits - logits.max())
-    odds = odds / odds.sum()
-    odds = jnp.where(live, jnp.where(odds == odds, odds, -1.0), -2.0)
-    mine, other = odds[:, None], odds[None]
-    before = (other > mine) | ((other == mine) & (lane[None] < lane[:, None]))
-    hit = before.astype(jnp.int32).sum(1)[:, None] == place[None]
-    pick = lambda x: jnp.where(hit, x[:, None], jnp.zeros_like(x)[:, None]).sum(0)
-    weight = jnp.where(place < choice.per_row, pick(odds), 0.0)
-    weight = jnp.where(weight < 0, jnp.nan, weight)
-    return weight / weight.sum() if choice.normalize else weight, pick(lane)
+    return odds / odds.sum()
 
 
 @functools.partial(jax.jit, static_argnames=("choice", "interpret"))
 def choose(
     parts: Float[Array, "parts R X"], choice: Choice, interpret: bool = False
 ) -> tuple[Float[Array, "R k"], Int[Array, "R k"]]:
-    """Returns weights and ids of every row's experts, out of partial sums of the router's logits; see `_chosen`."""
+    """Returns weights and ids of every row's experts, out of partial sums of the router's logits."""
     rows, count = parts.shape[1], choice.per_row
 
     def kernel(parts_ref, weight_ref, expert_ref):
         row, place = pl.program_id(0), jnp.arange(power(count))
-        for ref, value in zip((weight_ref, expert_ref), _chosen(parts_ref, row, choice), strict=True):
-            plgpu.store(ref.at[row, pl.ds(0, power(count))], value, mask=place < count)
+        logits = _logits(parts_ref, row)
+        hit = _rank(logits)[:, None] == place[None]
+        at_places = lambda x: jnp.where(hit, x[:, None], jnp.zeros_like(x)[:, None]).sum(0)
+        weight = jnp.where(place < count, at_places(_odds(logits)), 0.0)
+        weight = weight / weight.sum() if choice.normalize else weight
+        for ref, value in ((weight_ref, weight), (expert_ref, at_places(jnp.arange(logits.size)))):
+            plgpu.store(ref.at[row, pl.ds(0, place.size)], value, mask=place < count)
 
     like = lambda dtype: jax.ShapeDtypeStruct((rows, count), dtype)
     return pl.pallas_call(
@@ -228,22 +248,17 @@ def _visit(refs, slot, size: tuple[int, int], by_row: bool, visit) -> None:
     """Calls `visit` with every tile of rows of a slot's expert. A slot without one ends after a look.
 
     Args:
-      refs: `Found`.
+      refs: `Routed.found`, but for logits.
       slot: of the grid.
       size: rows, and experts a row.
       by_row: the slot is a routed row, and the first one of an expert visits it; otherwise the slot is an expert.
       visit: takes a `Group`.
     """
     rows, count = size
-    row = jnp.arange(TILE)
     if len(refs) == 2:
         _visit_list(refs, slot, rows, count, visit)
         return
-    if len(refs[0].shape) == 3:
-        expert = _at_place(_chosen(refs[0], jnp.int32(0), Choice(count, False))[1], slot)
-        visit(Group(expert, row, jnp.where(row == 0, slot, count), row == 0))
-        return
-    place = jnp.arange(power(count))[None]
+    row, place = jnp.arange(TILE), jnp.arange(power(count))[None]
     expert = refs[0][slot] if by_row else slot
     routed = row[:, None] * count + place
     known = (row < rows)[:, None] & (place < count)
@@ -255,10 +270,6 @@ def _visit(refs, slot, size: tuple[int, int], by_row: bool, visit) -> None:
     @pl.when((first == slot) & (expert >= 0) if by_row else first < none)
     def _():
         visit(Group(expert, row, mine, mine < none))
-
-
-def _at_place(x, place):
-    return jnp.where(jnp.arange(x.size) == place, x, jnp.zeros_like(x)).sum()
 
 
 def _visit_list(refs, expert, rows: int, count: int, visit) -> None:
@@ -304,76 +315,113 @@ def _slots(rows: int, count: int, experts: int) -> int:
     return min(rows * count, experts)
 
 
+def _choose_here(refs, slot, choice: Choice, write: jax.Array, visit) -> None:
+    """Calls `visit` with the one row and the slot-th of its experts, and notes that expert and its weight.
+
+    Args:
+      refs: the router's logits; results: experts [k] and their weights [k].
+      slot: of the grid, a place among the row's experts.
+      choice: how rows choose.
+      write: whether this program is the one that notes.
+      visit: takes a `Group`.
+    """
+    logits_ref, expert_ref, weight_ref = refs
+    logits = _logits(logits_ref, jnp.int32(0))
+    rank, row = _rank(logits), jnp.arange(TILE)
+    expert = jnp.where(rank == slot, jnp.arange(logits.size), 0).sum()
+    visit(Group(expert, row, jnp.where(row == 0, slot, choice.per_row), row == 0))
+
+    @pl.when(write)
+    def _():
+        odds = _odds(logits)
+        mine = jnp.where(rank == slot, odds, 0.0).sum()
+        expert_ref[slot] = expert
+        weight_ref[slot] = mine / jnp.where(rank < choice.per_row, odds, 0.0).sum() if choice.normalize else mine
+
+
 def gate_up_product(
-    x: Float[Array, "R E"], weights: Float[Array, "Y E _"], found: Found, choice: Choice, cut: Cut,
+    x: Float[Array, "R E"], weights: Float[Array, "Y E _"], routed: Routed, choice: Choice, cut: Cut,
     interpret: bool = False,
-) -> Float[Array, "routed F"]:  # fmt: skip
-    """Returns silu(x @ gate) * (x @ up) of every row for each of its experts in turn.
+) -> tuple[Float[Array, "routed F"], Routed]:  # fmt: skip
+    """Returns silu(x @ gate) * (x @ up) of every row for each of its experts in turn, and which they are.
 
     Args:
       x: normed rows.
       weights: gate and, after it, up of each expert.
-      found: the rows' experts.
+      routed: the rows' experts.
       choice: how rows choose.
       cut: how the product is cut.
       interpret: runs without a GPU.
     """
     (rows, hidden), (experts, _, both), count = x.shape, weights.shape, choice.per_row
     wide, depth, warps, stages = cut
-    inner, slots = both // 2, _slots(rows, count, experts)
+    inner, slots, chooses = both // 2, _slots(rows, count, experts), routed.weight is None
+    tiles = _tiles(wide)
 
     def kernel(x_ref, w_ref, *refs):
-        first, out_ref = pl.program_id(0) * wide, refs[-1]
+        first, out_ref = pl.program_id(0) * wide, refs[len(routed.found)]
 
         def visit(group):
             def body(i, sums):
                 left = _rows(x_ref, group.row, i * depth + jnp.arange(depth), group.live)
                 at = pl.ds(i * depth, depth)
-                gate, up = (w_ref[group.expert, at, pl.ds(j * inner + first, wide)] for j in range(2))
-                return sums[0] + _dot(left, gate), sums[1] + _dot(left, up)
+                weight = lambda j, tile: w_ref[group.expert, at, pl.ds(j * inner + first + tile[0], tile[1])]
+                sums = iter(sums)
+                return tuple(next(sums) + _dot(left, weight(j, tile)) for tile in tiles for j in range(2))
 
-            zero = jnp.zeros((group.row.size, wide), jnp.float32)
-            gate, up = jax.lax.fori_loop(0, hidden // depth, body, (zero, zero))
+            zeros = [jnp.zeros((group.row.size, tile[1]), jnp.float32) for tile in tiles for _ in range(2)]
+            sums = jax.lax.fori_loop(0, hidden // depth, body, tuple(zeros))
             # Rounded where the XLA path rounds: after each product.
-            gate, up = (y.astype(out_ref.dtype).astype(jnp.float32) for y in (gate, up))
-            out = (gate * jax.nn.sigmoid(gate)).astype(out_ref.dtype) * up.astype(out_ref.dtype)
-            _store(out_ref, group.routed, first + jnp.arange(wide), out, group.live)
+            sums = [y.astype(out_ref.dtype).astype(jnp.float32) for y in sums]
+            for (at, size), gate, up in zip(tiles, sums[::2], sums[1::2], strict=True):
+                out = (gate * jax.nn.sigmoid(gate)).astype(out_ref.dtype) * up.astype(out_ref.dtype)
+                _store(out_ref, group.routed, first + at + jnp.arange(size), out, group.live)
 
-        _visit(refs[:-1], pl.program_id(1), (rows, count), slots < experts, visit)
+        if chooses:
+            _choose_here((refs[0], *refs[2:]), pl.program_id(1), choice, pl.program_id(0) == 0, visit)
+        else:
+            _visit(refs[: len(routed.found)], pl.program_id(1), (rows, count), slots < experts, visit)
 
-    return pl.pallas_call(
+    outputs = [jax.ShapeDtypeStruct((rows * count, inner), x.dtype)]
+    if chooses:
+        outputs += [jax.ShapeDtypeStruct((count,), dtype) for dtype in (jnp.int32, jnp.float32)]
+    wide_rows, *chosen = pl.pallas_call(
         kernel,
         grid=(inner // wide, slots),  # programs of one expert side by side: together they read whole rows of it
-        out_shape=jax.ShapeDtypeStruct((rows * count, inner), x.dtype),
+        out_shape=outputs,
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="experts_gate_up",
-    )(x, weights, *found)
+    )(x, weights, *routed.found)
+    return wide_rows, Routed(chosen[1], (chosen[0],)) if chooses else routed
+
+
+def _tiles(columns: int) -> list[tuple[int, int]]:
+    """Where tiles of a power of two begin that make so many columns, and their sizes."""
+    sizes = [size for size in (128, 64, 32, 16) if columns & size]
+    return [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
 def down_product(
-    x: Float[Array, "routed F"], weights: Float[Array, "Y F E"], weight: Float[Array, "R k"] | None, found: Found,
-    choice: Choice, cut: Cut, interpret: bool = False,
+    x: Float[Array, "routed F"], weights: Float[Array, "Y F E"], routed: Routed, choice: Choice, cut: Cut,
+    interpret: bool = False,
 ) -> Float[Array, "k R E"]:  # fmt: skip
     """Returns x @ down of every routed row, times its weight, in f32.
 
     Args:
       x: the result of `gate_up_product`.
       weights: down of each expert.
-      weight: of the rows' experts; None has the programs compute it.
-      found: which they are.
+      routed: the rows' experts, as `gate_up_product` returns them.
       choice: how rows choose.
       cut: how the product is cut.
       interpret: runs without a GPU.
     """
     (experts, inner, hidden), count = weights.shape, choice.per_row
-    rows, given = len(x) // count, () if weight is None else (weight.reshape(-1),)
-    wide, depth, warps, stages = cut
+    rows, (wide, depth, warps, stages) = len(x) // count, cut
     slots = _slots(rows, count, experts)
 
-    def kernel(x_ref, w_ref, *refs):
-        first, (weight_ref, *refs) = pl.program_id(0) * wide, refs if given else (None, *refs)
-        out_ref = refs[-1]
+    def kernel(x_ref, w_ref, weight_ref, *refs):
+        first, out_ref = pl.program_id(0) * wide, refs[-1]
 
         def visit(group):
             def body(i, total):
@@ -382,10 +430,7 @@ def down_product(
 
             total = jnp.zeros((group.row.size, wide), jnp.float32)
             total = jax.lax.fori_loop(0, inner // depth, body, total)
-            if weight_ref is None:
-                scale = jnp.full(group.row.size, _at_place(_chosen(refs[0], jnp.int32(0), choice)[0], pl.program_id(1)))
-            else:
-                scale = plgpu.load(weight_ref.at[group.routed], mask=group.live, other=0)
+            scale = plgpu.load(weight_ref.at[group.routed], mask=group.live, other=0)
             place = jnp.where(group.live, group.routed % count * rows + group.row, rows * count)
             _store(out_ref, place, first + jnp.arange(wide), total * scale[:, None], group.live)
 
@@ -398,5 +443,5 @@ def down_product(
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="experts_down",
-    )(x, weights, *given, *found)
+    )(x, weights, routed.weight, *routed.found)
     return out.reshape(count, rows, hidden)
