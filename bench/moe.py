@@ -199,7 +199,7 @@ class Mixture:
         m, rows = self.moe, x.shape[1]
         experts, inner, choice = m.num_experts, m.intermediate_size, self.choice
         usual, here = (
-            gpu_experts.cuts(rows, self.hidden, inner, choice.per_row, x.dtype),
+            gpu_experts.cuts(rows, self.hidden, inner, x.dtype),
             jax.default_backend() != "gpu",
         )
 
@@ -276,10 +276,10 @@ def candidates(rows: int, hidden: int, inner: int, name: str, size: int):
     sum_, width, products = (hidden, inner, 2) if name == "gate_up" else (inner, hidden, 1)
     tile = min(64, max(16, 1 << (rows - 1).bit_length())) if rows > gpu_experts.TILE else gpu_experts.TILE
     for columns, depth, (warps, stages) in itertools.product(
-        (16, 32, 48, 64, 128), (32, 64, 128, 256), ((4, 3), (4, 4), (4, 6), (8, 4))
+        (16, 32, 64, 128), (32, 64, 128, 256), ((4, 3), (4, 4), (4, 6), (8, 4))
     ):
         step = size * depth * (columns * products + tile)
-        whole = sum_ % depth == 0 and width % columns == 0 and (products == 2 or columns & (columns - 1) == 0)
+        whole = sum_ % depth == 0 and width % columns == 0
         shares = 8 * 1024 * size // 2 <= depth * columns * products * size <= 64 * 1024
         many = columns * products > 128  # more than the registers of four warps hold beside the rest
         if whole and shares and step * stages <= SHARED and (warps == 8 or not many):

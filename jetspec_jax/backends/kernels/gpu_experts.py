@@ -29,7 +29,6 @@ from jetspec_jax.layers.numerics import einsum, power, precision
 
 TILE = 16  # rows of the smallest tile
 TILES = (16, 32, 64)
-MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 class Routed(NamedTuple):
@@ -56,7 +55,7 @@ class Choice(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """One program's share of an expert: columns of its result (a multiple of 16), depth of a step of the sum."""
+    """One program's share of an expert: columns of its result, depth of a step of the sum."""
 
     columns: int
     depth: int
@@ -76,21 +75,16 @@ def supported(hidden: int, inner: int) -> bool:
     return hidden % 16 == 0 and inner % 16 == 0
 
 
-def cuts(rows: int, hidden: int, inner: int, count: int, dtype=jnp.bfloat16) -> Cuts:
-    """Returns the cut for `rows` rows of `hidden` numbers and experts of `inner`, `count` a row."""
+def cuts(rows: int, hidden: int, inner: int, dtype=jnp.bfloat16) -> Cuts:
+    """Returns the cut for `rows` rows of `hidden` numbers and experts of `inner`; an H200 was fastest with it."""
     divisor = lambda size, *sizes: next(s for s in (*sizes, 64, 32, 16) if size % s == 0)
     if jnp.dtype(dtype).itemsize > 2:  # no matrix unit: what a tile adds up is held by few registers
         return Cuts(Cut(divisor(inner, 32), divisor(hidden, 32)), Cut(divisor(hidden, 32), divisor(inner, 32)))
     if rows == 1:  # long steps, for a program's loop is all that keeps reads on their way
-        return Cuts(Cut(_even(inner, count), divisor(hidden, 128)), Cut(divisor(hidden, 128), divisor(inner, 64), 8))
+        gate_up = Cut(divisor(inner, 32), divisor(hidden, 128), 4, 3)
+        return Cuts(gate_up, Cut(divisor(hidden, 128), divisor(inner, 64), 4, 6))
     gate_up = Cut(divisor(inner, 64), divisor(hidden, 32), 4, 3)
     return Cuts(gate_up, Cut(divisor(hidden, 128), divisor(inner, 64)))
-
-
-def _even(inner: int, count: int) -> int:
-    """Columns with which the multiprocessor that reads most reads least, where each expert has one row."""
-    share = lambda wide: -(-count * inner // wide // MULTIPROCESSORS) * wide
-    return min((wide for wide in (64, 48, 32, 16) if inner % wide == 0), key=share)
 
 
 @functools.partial(jax.jit, static_argnames=("choice", "interpret", "cut"))
@@ -118,7 +112,7 @@ def mixture(  # noqa: PLR0913  # the weights of a layer, and what is static
     """
     rows, hidden = x.shape
     experts, inner = down.shape[:2]
-    cut = cut or cuts(rows, hidden, inner, choice.per_row, x.dtype)
+    cut = cut or cuts(rows, hidden, inner, x.dtype)
     routed, here = route(x, router, experts, choice, first, interpret)
     weights = gate_up.reshape(experts, hidden, 2 * inner)
     wide, routed = gate_up_product(x, weights, routed, choice, cut.gate_up, interpret)
@@ -356,7 +350,6 @@ def gate_up_product(
     (rows, hidden), (experts, _, both), count = x.shape, weights.shape, choice.per_row
     wide, depth, warps, stages = cut
     inner, slots, chooses = both // 2, _slots(rows, count, experts), routed.weight is None
-    tiles = _tiles(wide)
 
     def kernel(x_ref, w_ref, *refs):
         first, out_ref = pl.program_id(0) * wide, refs[len(routed.found)]
@@ -365,17 +358,15 @@ def gate_up_product(
             def body(i, sums):
                 left = _rows(x_ref, group.row, i * depth + jnp.arange(depth), group.live)
                 at = pl.ds(i * depth, depth)
-                weight = lambda j, tile: w_ref[group.expert, at, pl.ds(j * inner + first + tile[0], tile[1])]
-                sums = iter(sums)
-                return tuple(next(sums) + _dot(left, weight(j, tile)) for tile in tiles for j in range(2))
+                gate, up = (w_ref[group.expert, at, pl.ds(j * inner + first, wide)] for j in range(2))
+                return sums[0] + _dot(left, gate), sums[1] + _dot(left, up)
 
-            zeros = [jnp.zeros((group.row.size, tile[1]), jnp.float32) for tile in tiles for _ in range(2)]
-            sums = jax.lax.fori_loop(0, hidden // depth, body, tuple(zeros))
+            zero = jnp.zeros((group.row.size, wide), jnp.float32)
+            gate, up = jax.lax.fori_loop(0, hidden // depth, body, (zero, zero))
             # Rounded where the XLA path rounds: after each product.
-            sums = [y.astype(out_ref.dtype).astype(jnp.float32) for y in sums]
-            for (at, size), gate, up in zip(tiles, sums[::2], sums[1::2], strict=True):
-                out = (gate * jax.nn.sigmoid(gate)).astype(out_ref.dtype) * up.astype(out_ref.dtype)
-                _store(out_ref, group.routed, first + at + jnp.arange(size), out, group.live)
+            gate, up = (y.astype(out_ref.dtype).astype(jnp.float32) for y in (gate, up))
+            out = (gate * jax.nn.sigmoid(gate)).astype(out_ref.dtype) * up.astype(out_ref.dtype)
+            _store(out_ref, group.routed, first + jnp.arange(wide), out, group.live)
 
         if chooses:
             _choose_here((refs[0], *refs[2:]), pl.program_id(1), choice, pl.program_id(0) == 0, visit)
@@ -394,12 +385,6 @@ def gate_up_product(
         name="experts_gate_up",
     )(x, weights, *routed.found)
     return wide_rows, Routed(chosen[1], (chosen[0],)) if chooses else routed
-
-
-def _tiles(columns: int) -> list[tuple[int, int]]:
-    """Where tiles of a power of two begin that make so many columns, and their sizes."""
-    sizes = [size for size in (128, 64, 32, 16) if columns & size]
-    return [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
 def down_product(
