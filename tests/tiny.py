@@ -19,7 +19,7 @@ from jetspec_jax.backends.xla import PLAIN_XLA, XLA
 from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
 from jetspec_jax.drafts import block as blocks
 from jetspec_jax.drafts import dspark as dsparks
-from jetspec_jax.drafts import dspark_files, eagle3_files
+from jetspec_jax.drafts import dspark_files, eagle3_files, scorer
 from jetspec_jax.drafts import eagle3 as eagles
 from jetspec_jax.engine.geometry import Geometry
 from jetspec_jax.files import pair
@@ -127,6 +127,17 @@ def head(causal: bool, seed: int = 1, block: int = 5) -> LoadedHead:
     config = head_config(causal, block)
     draft, shapes = blocks.build(config, jnp.float32)
     return LoadedHead(draft, random_like(shapes, seed), config)
+
+
+@functools.lru_cache(None)
+def scored(causal: bool = True, child: float = 1.0, inner: int = 0, rank: int = 6) -> LoadedHead:
+    """The head with a random scorer; child: how much its children's matrix says, 0 of a new one."""
+    bare = head(causal)
+    params = random_like(scorer.shapes(16, rank, inner, jnp.float32), 3)
+    params["child"] = child * params["child"]
+    config = dataclasses.replace(bare.config, scorer_rank=rank, scorer_width=inner)
+    draft = dataclasses.replace(bare.draft, config=config)
+    return dataclasses.replace(bare, draft=draft, params=bare.params | {"scorer": params})
 
 
 @functools.lru_cache(None)
