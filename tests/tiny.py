@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jetspec_jax.drafts import dspark as dsparks
 from jetspec_jax.drafts import dspark_files, eagle3_files, scorer
 from jetspec_jax.drafts import eagle3 as eagles
 from jetspec_jax.engine.geometry import Geometry
-from jetspec_jax.files import pair
+from jetspec_jax.files import checkpoint, pair
 from jetspec_jax.files.pair import LoadedTarget
 from jetspec_jax.layers import cache as kv_cache
 from jetspec_jax.layers import masks, vocabulary
@@ -32,6 +33,7 @@ from jetspec_jax.loop.plain import PLAIN
 from jetspec_jax.loop.processors import Sampling
 from jetspec_jax.loop.state import Request, State
 from jetspec_jax.loop.tree import Rule
+from jetspec_jax.models import names as published
 from jetspec_jax.models import qwen3
 from jetspec_jax.options import SHARPNESS
 
@@ -119,6 +121,12 @@ def target(kind: str, seed: int = 2) -> Loaded:
     params = random_like(shapes, seed)
     params["embedding"] = params["embedding"] * (2.0 if kind == "llama" else 4.0)  # else the output is one token
     return Loaded(model, params, config, jnp.dtype("float32"))
+
+
+def save_target(folder, config: ModelConfig, raw_config: dict, params, **shards) -> None:
+    """Writes a target in the published layout under its own `config.json`; the package itself writes heads alone."""
+    tensors = checkpoint.disassemble(published.of_target(config), params)
+    checkpoint.save(pathlib.Path(folder), tensors, {"config.json": raw_config}, **shards)
 
 
 @functools.lru_cache(None)
