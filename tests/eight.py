@@ -310,7 +310,7 @@ def weights() -> None:
             continue
         loaded, inner = target(kind), head("eagle3" if kind == "dense" else "scored")
         with tempfile.TemporaryDirectory() as folder:
-            checkpoint.save_target(folder + "/target", loaded.config, _raw(kind), loaded.params)
+            tiny.save_target(folder + "/target", loaded.config, _raw(kind), loaded.params)
             bare = {name: x for name, x in inner.params.items() if name != "scorer"}
             checkpoint.save_head(folder + "/head", inner.config, bare)
             if kind == "moe":

@@ -59,6 +59,13 @@ def test_tree_sizes_are_those_of_caddtree_written_out(paths, draft, verify):
     assert int(tree_size(floats(paths), jnp.float32(draft), floats(verify))) == n
 
 
+@given(st.lists(PART, min_size=6, max_size=6), st.lists(COST, min_size=7, max_size=7))
+def test_of_one_row_the_scheduler_of_chains_is_the_rule_of_trees(chain, costs):
+    """So that `--budget_rule caddtree` is DSpark's for a chain alone."""
+    survival = floats(sorted(chain, reverse=True))
+    assert chain_lengths(survival[None], floats(costs)).tolist() == [tree_size(survival, jnp.float32(0), floats(costs))]
+
+
 GRID = (0, 1, 3, 7, 12)
 
 

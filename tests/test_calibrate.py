@@ -74,8 +74,17 @@ def test_what_is_right_stays_and_what_is_unknown_is_left_alone():
     assert GRID[calibrate.fit(rounds)] == pytest.approx(np.ones(2), rel=0.15)
     never = Rounds(np.zeros((5, 2, len(GRID))), np.zeros(5, int))
     assert calibrate.fit(never) == [NEUTRAL, NEUTRAL]
-    with pytest.raises(ConfigError, match="too few rounds"):
-        calibrate.calibrate([rounds], "one prompt")
+
+
+@pytest.mark.parametrize("counts", [(600,), (499, 600), (600, 499), (), (250, 300, 249, 300)])
+def test_temperatures_of_a_few_rounds_are_refused(counts):
+    rounds = [made_up(n, seed, (1.0, 1.0)) for seed, n in enumerate(counts)]
+    fitted, judged = sum(counts[::2]), sum(counts[1::2])
+    said = f"prompts: too few rounds, {fitted} to fit on and {judged} to judge by; at least 500 of each are needed"
+    with pytest.raises(ConfigError, match=said + ".* raise --limit or --max_new_tokens"):
+        calibrate.calibrate(rounds, "a few")
+    enough = [*rounds, *(made_up(500, 9, (1.0, 1.0)) for _ in range(2))]
+    assert len(calibrate.calibrate(enough, "enough")["temperature"]) == 2
 
 
 def test_block_heads_are_measured_in_the_rounds_of_a_chain():
@@ -90,6 +99,26 @@ def test_block_heads_are_measured_in_the_rounds_of_a_chain():
             for place in (0, NEUTRAL, -1):
                 share = oracles.softmax(np.asarray(done.draft_logits[d], np.float64) / GRID[place])[token]
                 assert trust[d, place] == pytest.approx(share, rel=1e-4)
+
+
+def test_scored_heads_are_measured_in_the_rows_after_the_token_before():
+    target, head = tiny.target("dense"), tiny.scored()
+    (found,) = calibrate.measure(target, head, [PROMPT], 12, 1)
+    chain = TreeConfig(5, width=1, builder="accum_logp")
+    engine = speculate.start(target, head, [PROMPT], chain, SamplingConfig(12))
+    moved = []
+    for trust in found.trust:
+        tree = jax.tree.map(lambda x: np.asarray(x[0]), engine.record().tree)
+        candidates, bias = tree.pairs
+        for d, token in enumerate(tree.tokens[1:5]):
+            row = tree.logits[d].astype(np.float64)
+            if d:
+                (above,) = np.flatnonzero(candidates[d - 1] == tree.tokens[d])
+                row[candidates[d]] += bias[d, above]
+            for place in (0, NEUTRAL, -1):
+                assert trust[d, place] == pytest.approx(oracles.softmax(row / GRID[place])[token], rel=1e-4)
+            moved.append(abs(trust[d, NEUTRAL] - oracles.softmax(tree.logits[d])[token]))
+    assert engine.over() and max(moved) > 0.05
 
 
 def test_rows_that_end_early_are_measured_up_to_their_end():
@@ -197,8 +226,9 @@ def test_what_a_scorer_adds_is_divided_too():
         over = jnp.array(temperature)[:, None]
 
         def wanted(share):
-            adds = lambda found: scorer.bias(params["scorer"], hidden, ends.embed(found.token)) / share
-            return trees.build(draft.rule, ends.logits(hidden) / over, choice.anchor, length + 30, adds=adds)
+            found = trees.candidates(draft.rule, ends.logits(hidden) / over)
+            bias = scorer.bias(params["scorer"], hidden, ends.embed(found.token)) / share
+            return trees.drawn(draft.rule, trees.conditioned(found, bias), choice.anchor, length + 30)
 
         return tree, wanted(over[..., None]), wanted(1.0)
 
@@ -219,14 +249,16 @@ def test_the_command_writes_what_loading_reads(tmp_path, capsys):
     folder = tmp_path / "head"
     checkpoint.save_head(folder, config, tiny.random_like(block.build(config, jnp.float32)[1], 3), {"thinking": False})
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt_ids": [i, i + 1]}) + "\n" for i in range(1, 5)))
-    command = [f"--target={TARGET}", f"--head={folder}", f"--prompts={prompts}", "--max_new_tokens=16"]
+    prompts.write_text("".join(json.dumps({"prompt_ids": [i, 7 * i % 64]}) + "\n" for i in range(64)))
+    command = [f"--target={TARGET}", f"--head={folder}", f"--prompts={prompts}", "--max_new_tokens=64"]
+    assert calibrate.main([*command, "--limit=2"]) == 1
+    assert "too few rounds" in capsys.readouterr().err
     assert calibrate.main([*command, "--nowrite"]) == 0
     assert json.loads((folder / "jetspec.json").read_text()) == {"thinking": False}
     assert calibrate.main(command) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert first == second and first["version"] == 1 and len(first["temperature"]) == 4
-    assert "prompts.jsonl: 4 prompts" in first["fitted_on"] and "greedy" in first["fitted_on"]
+    assert "prompts.jsonl: 64 prompts" in first["fitted_on"] and "greedy" in first["fitted_on"]
     assert json.loads((folder / "jetspec.json").read_text()) == {"thinking": False, "calibration": first}
     head = load.load_head(folder, target)
     assert head.draft.temperature == tuple(first["temperature"]) and capsys.readouterr().err == ""

@@ -271,7 +271,7 @@ class TestExport:
     @pytest.mark.parametrize("kind", KINDS)
     def test_a_target_comes_back_bit_for_bit(self, tmp_path, kind, dtype, shard, capsys):
         config, raw, params = target_in(dtype, kind)
-        checkpoint.save_target(tmp_path / "out", config, raw, params, shard)
+        tiny.save_target(tmp_path / "out", config, raw, params, max_shard_bytes=shard)
         files = sorted((tmp_path / "out").glob("*.safetensors"))
         assert (len(files) > 2) == (shard == 20_000)
         again = load.load_target(tmp_path / "out")
@@ -299,7 +299,7 @@ class TestExport:
 def test_reference_files_survive_import_and_export(tmp_path, kind):
     """Names, layout and bits are those that transformers wrote."""
     target = load.load_target(REFERENCE / kind)
-    checkpoint.save_target(tmp_path / "out", target.config, {"any": 1}, target.params)
+    tiny.save_target(tmp_path / "out", target.config, {"any": 1}, target.params)
     theirs, ours = tensors_of(REFERENCE / kind), tensors_of(tmp_path / "out")
     assert theirs.keys() == ours.keys()
     for name in theirs:
@@ -371,11 +371,11 @@ class TestSave:
     def test_saving_again_replaces_every_shard_and_keeps_other_files(self, tmp_path):
         config, raw, params = target_in(np.float32, "qwen3_tied")
         folder = tmp_path / "out"
-        checkpoint.save_target(folder, config, raw, params, 20_000)
+        tiny.save_target(folder, config, raw, params, max_shard_bytes=20_000)
         (folder / "tokenizer.json").write_text("{}")
         (folder / "notes").mkdir()
         (folder / "notes" / "a.txt").write_text("kept")
-        checkpoint.save_target(folder, config, raw, params)
+        tiny.save_target(folder, config, raw, params)
         assert sorted(p.name for p in folder.iterdir()) == [
             "config.json",
             "model.safetensors",

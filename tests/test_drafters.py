@@ -118,12 +118,12 @@ def coach(ranks):
     return tiny.LoadedHead(draft, tiny.coached([([*PROMPT, *plain] + [0] * 64)[:64]], ranks))
 
 
-@pytest.mark.parametrize("heat, kind", [(0.0, "coach"), (1.2, "head")])
+@pytest.mark.parametrize("heat, kind", [(0.0, "coach"), (1.2, "head"), (0.0, "scored chain")])
 def test_what_rounds_lost(heat, kind):
     sampling = SamplingConfig(24, temperature=heat, seed=5)
     ranks = np.random.default_rng(3).choice([0, 0, 0, 1, 2, -1], (11, 4))
-    head = HEAD if kind == "head" else coach(ranks)
-    tree = TreeConfig(8, width=3)
+    head = {"head": HEAD, "coach": coach(ranks), "scored chain": tiny.scored()}[kind]
+    tree, width = (TreeConfig(5, width=1), 7) if kind == "scored chain" else (TreeConfig(8, width=3), 3)
     rounds, result = trace.record(TARGET, head, PROMPT, tree, sampling)
     wanted, length = dict.fromkeys(lost.KINDS, 0), len(PROMPT) + 1
     for done, kept in zip(rounds, result.emitted, strict=True):
@@ -131,7 +131,7 @@ def test_what_rounds_lost(heat, kind):
         if heat:
             noise = [vocabulary.gumbel(jnp.uint32(5), jnp.int32(length + d), tiny.VOCAB) for d in range(len(ranked))]
             ranked = SHARPNESS * (ranked / heat + NOISE_SHARE * np.asarray(noise))
-        wanted[by_hand(done, ranked, 3)] += 1
+        wanted[by_hand(done, ranked, width)] += 1
         length += kept
     assert lost.split(TARGET, head, PROMPT, tree, sampling) == wanted
     assert sum(wanted.values()) == result.rounds and sum(map(bool, wanted.values())) >= 2, wanted

@@ -44,7 +44,7 @@ def pair(tmp_path_factory):
     c = target.config
     raw = small.HEAD.to_hf() | {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": c.num_layers}
     raw |= {"layer_types": ["full_attention"] * c.num_layers, "tie_word_embeddings": True, "dtype": "float32"}
-    checkpoint.save_target(folder / "target", c, raw, target.params)
+    tiny.save_target(folder / "target", c, raw, target.params)
     letters = tokenizers.Tokenizer(models.WordLevel({x: i for i, x in enumerate(small.ALPHABET)}, unk_token="?"))
     letters.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     letters.decoder = decoders.Fuse()

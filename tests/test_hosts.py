@@ -11,6 +11,7 @@ import eight
 import jax
 import numpy as np
 import pytest
+import tiny
 from safetensors import safe_open
 
 from jetspec_jax import decode
@@ -68,7 +69,7 @@ def together(count: int, devices: int, words) -> list[str]:
 @pytest.mark.slow
 def test_two_processes_decode_the_tokens_of_one(tmp_path):
     target, head = eight.target("dense"), eight.head("jetspec")
-    checkpoint.save_target(tmp_path / "target", target.config, eight._raw("dense"), target.params)
+    tiny.save_target(tmp_path / "target", target.config, eight._raw("dense"), target.params)
     checkpoint.save_head(tmp_path / "head", head.config, head.params)
     rows = [{"prompt_ids": ids, "seed": i} for i, ids in enumerate(eight.PROMPTS)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -13,28 +13,17 @@ import tiny
 from jetspec_jax import speculate
 from jetspec_jax.config import SamplingConfig, TreeConfig
 from jetspec_jax.drafts import scorer
+from jetspec_jax.evals import draw, trace
 from jetspec_jax.loop.choice import NOISE_SHARE, choose, noise_rows
 from jetspec_jax.loop.contracts import Ends
 from jetspec_jax.loop.processors import Past, Sampling
-from jetspec_jax.loop.tree import Rule
+from jetspec_jax.loop.tree import Rule, foretold
 
 RANK, INNER = 6, 5
 EMBED = jnp.asarray(np.random.default_rng(9).standard_normal((tiny.VOCAB, 16)), jnp.float32)
 FEATURES = jnp.asarray(np.random.default_rng(8).standard_normal((2, 9, 32)), jnp.float32)
 TOKENS = jnp.asarray(np.random.default_rng(7).integers(0, tiny.VOCAB - 1, (2, 24)), jnp.int32)
 ENDS = Ends(lambda tokens: EMBED[tokens], lambda hidden: 0.3 * hidden @ EMBED.T)
-
-
-@functools.lru_cache(None)
-def scored(causal: bool = True, child: float = 1.0, inner: int = 0):
-    """A tiny head with a scorer; child: how much its children's matrix says, 0 of a new one."""
-    head = tiny.head(causal)
-    params = tiny.random_like(scorer.shapes(16, RANK, inner, jnp.float32), 3)
-    params["child"] = child * params["child"]
-    draft = dataclasses.replace(
-        head.draft, config=dataclasses.replace(head.config, scorer_rank=RANK, scorer_width=inner)
-    )
-    return dataclasses.replace(head, draft=draft, params=head.params | {"scorer": params})
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -49,12 +38,15 @@ def propose(draft, params, temperature=None):
     return tree, draft.hidden(params, state, choice.anchor, length, ENDS)[0]
 
 
-def table(params, hidden, logits, width: int, scale: float = 1.0, noise=0.0):
-    """Log-probabilities [D, W, W] of a row's candidates after each candidate above, in f64, and their tokens."""
+def table(params, hidden, logits, width: int, scale: float = 1.0, noise=0.0, token=None):
+    """Log-probabilities [D, W, W] of a row's candidates after each candidate above, in f64, and their tokens.
+
+    token: the candidates [D, W]; None are the best `width`.
+    """
     p = {name: np.asarray(x, np.float64) for name, x in params.items()}
     hidden = np.asarray(hidden, np.float64)
     logits = scale * (np.asarray(logits, np.float64) + noise)
-    token = np.argsort(-logits, axis=1, kind="stable")[:, :width]
+    token = np.argsort(-logits, axis=1, kind="stable")[:, :width] if token is None else token
     normed = lambda x: x / np.sqrt((x * x).mean(-1, keepdims=True) + scorer.EPS)
     rows, slots = normed(np.asarray(EMBED, np.float64)), normed(hidden)
 
@@ -81,8 +73,9 @@ def table(params, hidden, logits, width: int, scale: float = 1.0, noise=0.0):
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("inner", [0, INNER])
 def test_trees_are_those_of_recomputed_rows(builder, reference, causal, inner):
-    head = scored(causal, inner=inner)
+    head = tiny.scored(causal, inner=inner)
     tree, hidden = propose(head.draft.shaped(Rule(12, builder, 4), 4), head.params)
+    told = foretold(tree)
     for row in range(2):
         logp, token = table(head.params["scorer"], hidden[row], tree.logits[row], 4)
         wanted = reference(logp.astype(np.float32), token, int(tree.tokens[row, 0]), 12)
@@ -94,6 +87,8 @@ def test_trees_are_those_of_recomputed_rows(builder, reference, causal, inner):
             paths.append(paths[parent] + logp[d - 1, place[parent] if d > 1 else 0, w])
             place.append(w)
         np.testing.assert_allclose(tree.scores.node[row], paths, atol=1e-5)
+        own = [p - paths[parent] for p, (_, parent, _) in zip(paths, wanted, strict=True)]
+        np.testing.assert_allclose(told[row], [0.0, *own[1:]], atol=1e-5)
         best = logp[0, 0]
         for d in range(4):
             best = (best[:, None] + logp[d]).max(0) if d else best
@@ -109,9 +104,9 @@ def test_rows_of_parents_have_the_dtype_of_the_head(inner):
 
 
 def test_sampled_rows_rank_pairs_as_they_rank_tokens():
-    head, temperature = scored(), jnp.array([0.7, 1.3])
+    head, temperature = tiny.scored(), jnp.array([0.7, 1.3])
     tree, hidden = propose(head.draft.shaped(Rule(12, width=4, sharpness=0.8), 4), head.params, temperature)
-    length = jnp.array([10, 5])
+    length, told = jnp.array([10, 5]), foretold(tree)
     noise = np.asarray(noise_rows(Sampling(temperature, jnp.arange(2, dtype=jnp.uint32)), length, 4, tiny.VOCAB))
     for row, heat in enumerate((0.7, 1.3)):
         known = heat * NOISE_SHARE * noise[row].astype(np.float64)
@@ -119,28 +114,102 @@ def test_sampled_rows_rank_pairs_as_they_rank_tokens():
         wanted = oracles.best_first(logp.astype(np.float32), token, int(tree.tokens[row, 0]), 12)
         got = list(zip(*(x[row].tolist() for x in (tree.tokens, tree.parents, tree.depths)), strict=True))
         assert got == wanted
+        raw, _ = table(head.params["scorer"], hidden[row], tree.logits[row], 4, token=token)  # without heat and noise
+        place = [0, *(list(token[d - 1]).index(t) for t, _, d in wanted[1:])]
+        own = [raw[d - 1, place[parent] if d > 1 else 0, w] for (_, parent, d), w in zip(wanted, place, strict=True)]
+        np.testing.assert_allclose(told[row], [0.0, *own[1:]], atol=1e-5)
 
 
+def greedy_path(logp, token):
+    """Tokens of the best child of each node from the root on, and how probable the path is up to each."""
+    path, scores, at = [], [], 0
+    for d in range(len(logp)):
+        row = logp[d, at if d else 0]
+        at = int(np.argmax(row))
+        path.append(int(token[d, at]))
+        scores.append(row[at] + (scores[-1] if scores else 0.0))
+    return path, scores
+
+
+@pytest.mark.parametrize(
+    "causal, inner, builder, heat",
+    [(True, INNER, "best_first", None), (False, 0, "accum_logp", None), (True, 0, "best_first", (0.7, 1.3))],
+)
+def test_a_chain_is_the_greedy_path_through_the_rows_of_its_nodes(causal, inner, builder, heat):
+    """Among as many candidates as the tree of as many nodes has, seven here; one program of a ladder is as another."""
+    head, temperature = tiny.scored(causal, inner=inner), None if heat is None else jnp.array(heat)
+    tree, hidden = propose(head.draft.shaped(Rule(8, builder, 1, 0.8), 4), head.params, temperature)
+    short, _ = propose(head.draft.shaped(Rule(4, builder, 1, 0.8, grown=8), 4), head.params, temperature)
+    bare, _ = propose(head.draft.unscored().shaped(Rule(8, builder, 1, 0.8), 4), head.params, temperature)
+    noise = np.zeros((2, 4, tiny.VOCAB))
+    if heat:
+        sampling = Sampling(temperature, jnp.arange(2, dtype=jnp.uint32))
+        noise = np.asarray(noise_rows(sampling, jnp.array([10, 5]), 4, tiny.VOCAB), np.float64)
+    for row in range(2):
+        t = heat[row] if heat else 1.0
+        scale = 0.8 / t if heat else 1.0
+        known = t * NOISE_SHARE * noise[row]
+        logp, token = table(head.params["scorer"], hidden[row], tree.logits[row], 7, scale, known)
+        path, scores = greedy_path(logp, token)
+        assert tree.size[row] == 5 and tree.tokens[row, 1:5].tolist() == path
+        assert tree.parents[row, :5].tolist() == [-1, 0, 1, 2, 3] and tree.depths[row, :5].tolist() == [0, 1, 2, 3, 4]
+        np.testing.assert_allclose(tree.scores.node[row], [0, *scores, *[-np.inf] * 3], atol=1e-5)
+        np.testing.assert_allclose(tree.scores.spine[row], scores, atol=1e-5)
+    np.testing.assert_array_equal(short.tokens, tree.tokens[:, :4])
+    np.testing.assert_array_equal(short.scores.node, tree.scores.node)
+    assert (tree.tokens != bare.tokens).any()
+
+
+@pytest.mark.parametrize("width", [4, 1])
 @pytest.mark.parametrize("builder, inner", [("best_first", 0), ("accum_logp", INNER)])
-def test_a_new_scorer_changes_no_tree(builder, inner):
-    new, bare = scored(child=0.0, inner=inner), tiny.head(True)
-    rule = Rule(12, builder, 4)
+def test_a_new_scorer_changes_no_tree(builder, inner, width):
+    new, bare, own = tiny.scored(child=0.0, inner=inner), tiny.head(True), tiny.scored()
+    rule = Rule(12, builder, width)
     one, _ = propose(new.draft.shaped(rule, 4), new.params)
     other, _ = propose(bare.draft.shaped(rule, 4), bare.params)
-    for a, b in zip(one[:4], other[:4], strict=True):
-        np.testing.assert_array_equal(a, b)
-    alone, _ = propose(scored().draft.unscored().shaped(rule, 4), scored().params)
-    np.testing.assert_array_equal(alone.tokens, other.tokens)
-    moved, _ = propose(scored().draft.shaped(rule, 4), scored().params)
+    same = lambda a, b: jax.tree.map(np.testing.assert_array_equal, a, b)
+    same(one[:4], other[:4])
+    if width == 1:
+        same(one.scores, other.scores)
+    moved, _ = propose(own.draft.shaped(rule, 4), own.params)
     assert (moved.tokens != other.tokens).any()
+
+
+@pytest.mark.parametrize("width", [4, 1])
+def test_a_head_whose_scorer_is_left_out_is_the_program_of_one_that_has_none(width):
+    own, bare, rule = tiny.scored(), tiny.head(True), Rule(12, width=width)
+    text = lambda draft, params: propose.lower(draft.shaped(rule, 4), params).as_text()
+    assert text(own.draft.unscored(), own.params) == text(bare.draft, bare.params)
+    assert text(own.draft, own.params) != text(bare.draft, bare.params)
 
 
 def test_decoding_with_it_is_plain_decoding():
     target, prompts = tiny.target("dense"), [[5, 6, 7], [9, 3]]
     greedy, warm = SamplingConfig(20), SamplingConfig(20, temperature=1.0, seed=4, top_k=9)
-    for options, trees in ((greedy, [TreeConfig(8, width=3, builder="accum_logp")]), (warm, [TreeConfig(8)])):
+    chain = TreeConfig(5, width=1)
+    for options, trees in (
+        (greedy, [TreeConfig(8, width=3, builder="accum_logp"), chain, dataclasses.replace(chain, prune=0.2)]),
+        (warm, [TreeConfig(8), chain]),
+    ):
         plain = speculate.generate(target, None, prompts, None, options)
         for tree in trees:
-            found = speculate.generate(target, scored(), prompts, tree, options)
+            found = speculate.generate(target, tiny.scored(), prompts, tree, options)
             assert [r.token_ids for r in found] == [r.token_ids for r in plain]
             assert all(r.rounds for r in found)
+            sizes = {size for r in found for size in r.tree_sizes}
+            assert sizes == {5} if tree is chain else len(sizes) > 1 or not tree.prune
+
+
+@pytest.mark.parametrize("tree", [TreeConfig(8, width=3), TreeConfig(5, width=1)], ids=["tree", "chain"])
+def test_a_round_is_drawn_with_the_rows_that_it_was_built_of(tree):
+    target, head, prompt = tiny.target("dense"), tiny.scored(), [5, 6, 7]
+    rounds, _ = trace.record(target, head, prompt, tree, SamplingConfig(8), full=1)
+    done = speculate.start(target, head, [prompt], tree, SamplingConfig(8)).record()
+    node, parents = np.asarray(done.tree.scores.node[0], np.float64), np.asarray(done.tree.parents[0])
+    drawn = draw.nodes(rounds[0], str)[1:-1]
+    assert len(drawn) == int(done.tree.size[0]) - 1
+    said = [one.draft for one in drawn]
+    np.testing.assert_allclose(said, [np.exp(node[i] - node[parents[i]]) for i in range(1, len(said) + 1)], rtol=1e-4)
+    shared = [oracles.softmax(rounds[0].draft_logits[d - 1])[t] for t, d in zip(*rounds[0][0:3:2], strict=True) if d]
+    assert np.abs(np.subtract(said, shared)).max() > 0.05  # what a row that all nodes of a depth share would say
+    assert rounds[1].foretold is None

@@ -333,6 +333,36 @@ def test_a_row_for_each_parent_equals_references(builder, shape, seed, ties):
         assert scores == oracles.table_scores(table, rows - 1)  # an independent enumeration
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def draw_chain(rule, logp, token):
+    zero = jnp.zeros(1, jnp.int32)
+    return tree.drawn(rule, tree.Candidates(token[None], logp[None]), zero, zero + rule.nodes)
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@given(seed=st.integers(0, 2**32 - 1), ties=st.booleans())
+def test_a_chain_follows_the_best_child_of_each_node(builder, seed, ties):
+    """Of equals the first; it ends where nothing is left to follow."""
+    draw = np.random.default_rng(seed)
+    logp = (draw.integers(-2, 1, (4, 5, 5)) if ties else -np.abs(draw.standard_normal((4, 5, 5)))).astype(np.float32)
+    logp[draw.random(logp.shape) < 0.3] = -np.inf
+    logp[draw.random((4, 5)) < 0.1] = -np.inf  # no child at all
+    token = np.stack([draw.permutation(50)[:5] for _ in range(4)]).astype(np.int32)
+    path, scores, at = [], [0.0], 0
+    for d in range(4):
+        row = logp[d, at if d else 0]
+        at = int(row.argmax())
+        scores.append(np.float32(scores[-1]) + row[at])
+        if scores[-1] == -np.inf:
+            break
+        path.append((int(token[d, at]), d, d + 1))
+    built = jax.device_get(draw_chain(tree.Rule(8, builder, 1), logp, token))
+    assert nodes(built) == [(0, -1, 0), *path]
+    whole = np.array((scores + [-np.inf] * 8)[:8], np.float32)
+    np.testing.assert_allclose(built.scores.node[0], whole, rtol=1e-6)
+    np.testing.assert_allclose(built.scores.spine[0], whole[1:5], rtol=1e-6)
+
+
 @pytest.mark.parametrize("builder", TABLES)
 def test_equal_rows_are_the_shared_row(builder):
     """A table that says of every parent what one row says: the tree of that row, node for node."""

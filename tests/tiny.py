@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 from typing import Any
 
 import jax
@@ -19,10 +20,10 @@ from jetspec_jax.backends.xla import PLAIN_XLA, XLA
 from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
 from jetspec_jax.drafts import block as blocks
 from jetspec_jax.drafts import dspark as dsparks
-from jetspec_jax.drafts import dspark_files, eagle3_files
+from jetspec_jax.drafts import dspark_files, eagle3_files, scorer
 from jetspec_jax.drafts import eagle3 as eagles
 from jetspec_jax.engine.geometry import Geometry
-from jetspec_jax.files import pair
+from jetspec_jax.files import checkpoint, pair
 from jetspec_jax.files.pair import LoadedTarget
 from jetspec_jax.layers import cache as kv_cache
 from jetspec_jax.layers import masks, vocabulary
@@ -32,6 +33,7 @@ from jetspec_jax.loop.plain import PLAIN
 from jetspec_jax.loop.processors import Sampling
 from jetspec_jax.loop.state import Request, State
 from jetspec_jax.loop.tree import Rule
+from jetspec_jax.models import names as published
 from jetspec_jax.models import qwen3
 from jetspec_jax.options import SHARPNESS
 
@@ -121,12 +123,29 @@ def target(kind: str, seed: int = 2) -> Loaded:
     return Loaded(model, params, config, jnp.dtype("float32"))
 
 
+def save_target(folder, config: ModelConfig, raw_config: dict, params, **shards) -> None:
+    """Writes a target in the published layout under its own `config.json`; the package itself writes heads alone."""
+    tensors = checkpoint.disassemble(published.of_target(config), params)
+    checkpoint.save(pathlib.Path(folder), tensors, {"config.json": raw_config}, **shards)
+
+
 @functools.lru_cache(None)
 def head(causal: bool, seed: int = 1, block: int = 5) -> LoadedHead:
     """A random head for the tiny targets."""
     config = head_config(causal, block)
     draft, shapes = blocks.build(config, jnp.float32)
     return LoadedHead(draft, random_like(shapes, seed), config)
+
+
+@functools.lru_cache(None)
+def scored(causal: bool = True, child: float = 1.0, inner: int = 0, rank: int = 6) -> LoadedHead:
+    """The head with a random scorer; child: how much its children's matrix says, 0 of a new one."""
+    bare = head(causal)
+    params = random_like(scorer.shapes(16, rank, inner, jnp.float32), 3)
+    params["child"] = child * params["child"]
+    config = dataclasses.replace(bare.config, scorer_rank=rank, scorer_width=inner)
+    draft = dataclasses.replace(bare.draft, config=config)
+    return dataclasses.replace(bare, draft=draft, params=bare.params | {"scorer": params})
 
 
 @functools.lru_cache(None)

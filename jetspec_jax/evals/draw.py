@@ -32,12 +32,12 @@ class Node(NamedTuple):
 def nodes(done: Recorded, text: Callable[[int], str]) -> list[Node]:
     """Returns all nodes, the bonus as the last, below the last accepted one. text: a token as people read it."""
     path, last = {int(i) for i in done.accepted}, int(done.accepted[-1])
-    draft = None if done.draft_logits is None else _softmax(done.draft_logits)
+    draft = None if done.foretold is None else np.exp(done.foretold)
     assert done.target_logits is not None, "record(..., full=) keeps them"
     target = _softmax(done.target_logits)
     found = []
     for i, (token, parent, depth) in enumerate(zip(done.tokens, done.parents, done.depths, strict=True)):
-        drafted = None if draft is None or i == 0 else float(draft[depth - 1, token])
+        drafted = None if draft is None or i == 0 else float(draft[i])
         judged = None if i == 0 else float(target[parent, token])
         children = [int(j) for j in np.flatnonzero(done.parents == i)]
         children += [len(done.tokens)] if i == last else []

@@ -2,8 +2,8 @@
 
 A round ends at a node whose right successor, the target's own choice there, is not below it. For drafts with one row of
 logits a depth that has one of three reasons: the token is no candidate of its depth; it is a candidate, and the tree
-has no such node at that depth; or the tree has it at that depth, below other parents. A path as long as the tree may
-be deep has lost nothing.
+has no such node at that depth; or the tree has it at that depth, below other parents. With a scorer beside the head the
+reasons are the same, and a chain too has several candidates. A path as long as the tree may be deep has lost nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def kinds(rule: Rule, choice: Choice, done: Round) -> Int[Array, " B"]:
     tree, accepted = done.tree, done.accepted
     if tree.logits is None:
         return jnp.full(accepted.count.shape, -1, jnp.int32)
-    candidates = trees.candidates(rule, choice.foresee(tree.logits, rule.sharpness)).token
+    paired = tree.pairs is not None
+    candidates = trees.candidates(rule, choice.foresee(tree.logits, rule.sharpness), paired).token
     depth = candidates.shape[1]
     row = jnp.minimum(accepted.count, depth) - 1  # of the first depth that is not on the path
     among = jnp.take_along_axis(candidates, row[:, None, None], 1)[:, 0]

@@ -24,7 +24,7 @@ parts alone would time others."""
 LOST = """\
 Share of rounds by what the token after the accepted path was: no candidate of its depth; a candidate that the tree has
 nowhere at that depth; in the tree at that depth, below other parents; or nothing lost, the path being as deep as it may
-be. A chain has one candidate a depth."""
+be. A chain has one candidate a depth, and several where a scorer chooses among them."""
 
 
 def markdown(run: Run) -> str:

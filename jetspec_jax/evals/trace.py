@@ -10,6 +10,7 @@ import numpy as np
 
 from jetspec_jax import speculate
 from jetspec_jax.config import SamplingConfig, TreeConfig
+from jetspec_jax.loop import tree as trees
 
 
 class Recorded(NamedTuple):
@@ -22,6 +23,7 @@ class Recorded(NamedTuple):
     bonus: int  # the target's own token after them
     draft_logits: np.ndarray | None  # [D, V] f32
     target_logits: np.ndarray | None  # [T, V] f32, of the round that was asked for
+    foretold: np.ndarray | None = None  # [T] f32, of the same round: `tree.foretold`, where the draft has logits
 
 
 def record(
@@ -30,20 +32,23 @@ def record(
 ) -> tuple[list[Recorded], speculate.Result]:  # fmt: skip
     """Decodes one prompt a round at a time; returns what each round did, and the result.
 
-    full: number of the round, from 1, whose target logits are kept: those of all would be gigabytes.
+    full: number of the round, from 1, whose target logits are kept: those of all would be gigabytes. What the draft
+      foretold of its nodes is computed for it alone.
     """
     engine = speculate.start(target, head, [ids], tree, sampling, prefill_chunk=chunk)
     found: list[Recorded] = []
     while not engine.over():
         done = engine.record()
-        kept = done.target_logits if len(found) + 1 == full else None
-        found.append(_recorded(jax.device_get((done.tree, done.accepted, done.tree.logits, kept))))
+        asked = len(found) + 1 == full
+        kept = done.target_logits if asked else None
+        told = jax.jit(trees.foretold)(done.tree) if asked and done.tree.logits is not None else None
+        found.append(_recorded(jax.device_get((done.tree._replace(pairs=None), done.accepted, kept, told))))
     return found, engine.results()[0]
 
 
 def _recorded(fetched: tuple[Any, ...]) -> Recorded:
     """The first row of a round."""
-    tree, accepted, draft, target = fetched
+    tree, accepted, target, told = fetched
     size, count = tree.size[0], accepted.count[0]
     tokens, parents, depths = (getattr(tree, name)[0, :size] for name in ("tokens", "parents", "depths"))
     path, bonus = accepted.path[0, :count], int(accepted.tokens[0, count - 1])
@@ -53,16 +58,18 @@ def _recorded(fetched: tuple[Any, ...]) -> Recorded:
         depths,
         path,
         bonus,
-        None if draft is None else draft[0],
+        None if tree.logits is None else tree.logits[0],
         None if target is None else target[0, :size],
+        None if told is None else told[0, :size],
     )
 
 
 def save(path: str, rounds: Sequence[Recorded]) -> None:
     """Writes what each round did to a .npz file.
 
-    Per round i: `round{i}_draft_logits` [D, V] f32, `round{i}_tree_tokens`, `round{i}_tree_parents` (root -1) and
-    `round{i}_tree_depths` over the nodes in use, `round{i}_accepted` (node indices, root first).
+    Per round i: `round{i}_draft_logits` [D, V] f32 (the head's own, without what a scorer adds),
+    `round{i}_tree_tokens`, `round{i}_tree_parents` (root -1) and `round{i}_tree_depths` over the nodes in use,
+    `round{i}_accepted` (node indices, root first).
     """
     arrays: dict[str, Any] = {}
     for i, done in enumerate(rounds):

@@ -23,11 +23,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jetspec_jax.config import ModelConfig
 from jetspec_jax.drafts import families
 from jetspec_jax.fields import ConfigError, Fields, shown
 from jetspec_jax.files import text
-from jetspec_jax.models import names as published
 from jetspec_jax.models import sharding
 from jetspec_jax.models.names import Fusion
 
@@ -274,25 +272,16 @@ def save_head(
     family = families.of_config(raw, str(folder))
     assert family.names is not None  # it has a file
     files = {"config.json": raw, HEAD_META: metadata or {}}
-    _save(pathlib.Path(folder), disassemble(family.names(config), params), files, max_shard_bytes)
+    save(pathlib.Path(folder), disassemble(family.names(config), params), files, max_shard_bytes)
 
 
-def save_target(
-    folder: str | os.PathLike,
-    config: ModelConfig,
-    raw_config: dict[str, Any],
-    params: dict[str, Any],
-    max_shard_bytes: int = 5 << 30,
+def save(
+    folder: pathlib.Path, tensors: dict[str, np.ndarray], files: dict[str, Any], max_shard_bytes: int = 5 << 30
 ) -> None:
-    """Writes a target in the published format under its own `config.json`."""
-    files = {"config.json": raw_config}
-    _save(pathlib.Path(folder), disassemble(published.of_target(config), params), files, max_shard_bytes)
+    """Writes published tensors in shards, and JSON files beside them.
 
-
-def _save(folder: pathlib.Path, tensors: dict[str, np.ndarray], files: dict[str, Any], max_shard_bytes: int) -> None:
-    """Everything goes to a folder beside `folder` first: an error leaves the old checkpoint or the new one.
-
-    A crash between the two renames leaves the old one beside it, as `.NAME-xxx.old`. Other files in it are kept.
+    Everything goes to a folder beside `folder` first: an error leaves the old checkpoint or the new one. A crash
+    between the two renames leaves the old one beside it, as `.NAME-xxx.old`. Other files in it are kept.
     """
     shards: list[dict[str, np.ndarray]] = [{}]
     for name in sorted(tensors):

@@ -20,7 +20,7 @@ from jetspec_jax.layers import vocabulary
 from jetspec_jax.loop import processors, verify
 from jetspec_jax.loop import tree as trees
 from jetspec_jax.loop.processors import Counts, Past, Sampling
-from jetspec_jax.loop.tree import Candidates, Rule, Tree
+from jetspec_jax.loop.tree import Candidates, Pairs, Rule, Tree
 from jetspec_jax.loop.verify import Accepted
 
 NOISE_SHARE = 0.7  # fitted on the demo pair at temperatures 0.7 and 1
@@ -85,8 +85,12 @@ class Choice(NamedTuple):
           adds: what each candidate adds to the logits of its children, as they are; None is nothing.
         """
         ranked = self.foresee(logits, rule.sharpness)
-        scaled = (lambda found: self._sharpened(adds(found), rule.sharpness)) if adds else None
-        return trees.build(rule, ranked, self.anchor, budget, grower, scaled)._replace(logits=logits)
+        if adds is None or rule.nodes == 1:
+            return trees.build(rule, ranked, self.anchor, budget, grower)._replace(logits=logits)
+        shared = trees.candidates(rule, ranked, paired=True)
+        pairs = Pairs(shared.token, adds(shared))
+        found = trees.conditioned(shared, self._sharpened(pairs.bias, rule.sharpness))
+        return trees.drawn(rule, found, self.anchor, budget, grower)._replace(logits=logits, pairs=pairs)
 
     def _sharpened(self, bias: Float[Array, "B D W W"], sharpness: float) -> Float[Array, "B D W W"]:
         """Returns what is added to logits as `foresee` would have ranked them with it."""

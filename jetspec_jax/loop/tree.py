@@ -7,6 +7,8 @@ the tree:
 * `best_first`: exactly the T - 1 most probable paths under that score (the DDTree objective);
 * `accum_logp`: the most probable open node receives its whole sibling group, the rule of the published JetSpec engine.
 
+A tree of width 1 is a chain; where each parent has a row of its own, that of the best child of each node (`followed`).
+
 A draft whose candidates depend on more of the path than a node's parent asks `levels` instead.
 
 Either way the order of nodes does not depend on the budget: a row's tree is its first `budget` nodes.
@@ -45,6 +47,13 @@ class Candidates(NamedTuple):
     logp: jax.Array
 
 
+class Pairs(NamedTuple):
+    """What candidates of a depth add to the logits of those of the next, as a draft gave it."""
+
+    token: jax.Array  # [B, D, W] int32, the candidates
+    bias: jax.Array  # [B, D, W, W] f32, of each one (last axis) after each one of the depth above
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """How a draft's scores become a tree; static.
@@ -73,6 +82,11 @@ class Rule:
         """G, nodes that are scored."""
         return max(self.grown, self.nodes)
 
+    @property
+    def chain(self) -> bool:
+        """Whether its trees have one node a depth."""
+        return self.width == 1
+
 
 class Scores(NamedTuple):
     """How probable a draft takes paths to be, as logarithms (f32); -inf where there is no such path."""
@@ -90,6 +104,7 @@ class Tree(NamedTuple):
     size: jax.Array  # [B] int32, nodes in use
     logits: jax.Array | None = None  # [B, D, V] f32, of the draft, where it has any: for traces
     scores: Scores | None = None  # None for drafts without probabilities
+    pairs: Pairs | None = None  # beside `logits`; None where all nodes of a depth share its row
 
     def valid(self) -> jax.Array:
         """Returns [B, T], False for padding."""
@@ -108,7 +123,6 @@ def build(
     anchor: Int[Array, " B"],
     budget: Int[Array, " B"],
     grower: Callable | None = None,
-    adds: Callable[[Candidates], Float[Array, "B D W W"]] | None = None,
 ) -> Tree:
     """Builds a tree of at most `rule.nodes` nodes out of one row of logits a depth.
 
@@ -118,12 +132,18 @@ def build(
       anchor: tokens of the roots.
       budget: nodes of each row's tree; it counts the root, as `rule.nodes` does.
       grower: what computes `grow`; None is the function below.
-      adds: what each parent adds to the logits of its children, of the candidates; None is nothing.
     """
     if rule.nodes == 1:
         return root(anchor)
-    found = candidates(rule, logits)
-    found = conditioned(found, adds(found)) if adds else found
+    return drawn(rule, candidates(rule, logits), anchor, budget, grower)
+
+
+def drawn(
+    rule: Rule, found: Candidates, anchor: Int[Array, " B"], budget: Int[Array, " B"], grower: Callable | None = None
+) -> Tree:
+    """Builds the tree of candidates, as `build` does; `rule.nodes` is at least 2."""
+    if rule.chain and found.logp.shape[2] > 1:
+        found = followed(found)
     grown = (grower or grow)(rule.builder, found, rule.scored)
     return cut(first(grown, rule.nodes), anchor, budget)._replace(scores=scores(found, grown))
 
@@ -163,12 +183,22 @@ def _shortened(tree: Tree, size: Int[Array, " B"]) -> Tree:
 
 
 def scores(candidates: Candidates, grown: Grown) -> Scores:
-    """Returns how probable the paths of a tree are that has grown from candidates.
-
-    Whoever grew it, a node's own part is found by its token, which a depth's row holds once.
-    """
+    """Returns how probable the paths of a tree are that has grown from candidates."""
     tokens, parents, depths, built = grown
-    batch, depth, rows, width = candidates.logp.shape
+    own = _own(candidates, tokens, parents, depths)
+    path = jnp.where(masks.ancestors(parents, candidates.logp.shape[1]), own[:, None, :], 0.0).sum(-1)
+    there = jnp.arange(tokens.shape[1]) < built[:, None]
+    return Scores(jnp.where(there, path, -jnp.inf), _spine(candidates.logp))
+
+
+def _own(
+    candidates: Candidates, tokens: Int[Array, "B T"], parents: Int[Array, "B T"], depths: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """Returns how probable each node is after its parent, 0 for the root.
+
+    Whoever grew the tree, a node's own part is found by its token, which a depth's row holds once.
+    """
+    batch, _, rows, width = candidates.logp.shape
     level = jnp.maximum(depths - 1, 0)
     is_token = jnp.take_along_axis(candidates.token, level[..., None], 1) == tokens[..., None]
     place = jnp.argmax(is_token, -1)
@@ -176,10 +206,31 @@ def scores(candidates: Candidates, grown: Grown) -> Scores:
     row = jnp.where(depths > 1, above, 0)
     flat = (level * rows + row) * width + place
     own = jnp.take_along_axis(candidates.logp.reshape(batch, -1), flat, 1)
-    own = jnp.where(depths == 0, 0.0, jnp.where(is_token.any(-1), own, -jnp.inf))
-    path = jnp.where(masks.ancestors(parents, depth), own[:, None, :], 0.0).sum(-1)
-    there = jnp.arange(tokens.shape[1]) < built[:, None]
-    return Scores(jnp.where(there, path, -jnp.inf), _spine(candidates.logp))
+    return jnp.where(depths == 0, 0.0, jnp.where(is_token.any(-1), own, -jnp.inf))
+
+
+def foretold(tree: Tree, temperature: Float[Array, ""] | float = 1.0) -> Float[Array, "B T"]:
+    """Returns how probable a draft makes each node after its parent, as a logarithm; 0 for the root, -inf for padding.
+
+    These are its logits as they are, before noise, penalties and bias of a request bend them; `Scores` has those.
+
+    Args:
+      tree: of a draft that has logits.
+      temperature: divides them, and what pairs add.
+    """
+    assert tree.logits is not None  # callers ask no others
+    logits, level = tree.logits / temperature, jnp.maximum(tree.depths - 1, 0)
+    whole = vocabulary.log_total(logits)
+    if tree.pairs is None:
+        own = vocabulary.chosen(logits, level, tree.tokens) - jnp.take_along_axis(whole[..., 0], level, 1)
+    else:
+        token, bias = tree.pairs
+        rows = jnp.broadcast_to(jnp.arange(token.shape[1])[:, None], token.shape)
+        flat = lambda x: x.reshape(len(token), -1)
+        shared = vocabulary.chosen(logits, flat(rows), flat(token)).reshape(token.shape) - whole
+        table = conditioned(Candidates(token, shared[:, :, None]), bias / temperature)
+        own = _own(table, tree.tokens, tree.parents, tree.depths)
+    return jnp.where(tree.valid(), jnp.where(tree.depths == 0, 0.0, own), -jnp.inf)
 
 
 def _spine(logp: Float[Array, "B D P W"]) -> Float[Array, "B D"]:
@@ -196,13 +247,20 @@ def _spine(logp: Float[Array, "B D P W"]) -> Float[Array, "B D"]:
     return jnp.concatenate([first.max(-1)[:, None], rest.T], 1)
 
 
-def candidates(rule: Rule, logits: Float[Array, "B D V"]) -> Candidates:
+def candidates(rule: Rule, logits: Float[Array, "B D V"], paired: bool = False) -> Candidates:
     """Returns the best tokens of each depth, descending, with log-probabilities (f32) over the whole vocabulary.
 
     A NaN row scores -inf and drops out of the tree: a broken draft may cost speed, never an output.
+
+    Args:
+      rule: how many there are.
+      logits: what they are ranked by.
+      paired: whether each parent will have a row of its own. A chain then has as many candidates to choose among as the
+        tree of as many nodes, so that it costs no more and both know the same tokens; else the best one is enough.
     """
+    most = WIDTH["best_first"] if paired and rule.chain else rule.candidates
     # A node can use no more children than the tree has nodes.
-    width = min(rule.candidates, rule.scored - 1, vocabulary.size(logits))
+    width = min(most, rule.scored - 1, vocabulary.size(logits))
     top, token = vocabulary.top_k(logits, width)
     logp = top - vocabulary.log_total(logits)
     return Candidates(token, jnp.where(jnp.isnan(logp), -jnp.inf, logp)[:, :, None])
@@ -226,6 +284,28 @@ def conditioned(candidates: Candidates, bias: Float[Array, "B D W W"]) -> Candid
     adds = (bias != 0).any(-1, keepdims=True)
     logp = jnp.where(adds, raised - total[..., None], row[:, :, None])
     return Candidates(candidates.token, jnp.where(jnp.isnan(logp), -jnp.inf, logp))
+
+
+def followed(candidates: Candidates) -> Candidates:
+    """Returns the chain of the best child of each node, from the root on, as the one candidate of each depth.
+
+    Its row is the log-probability of the chosen child after the chosen parent. Of equals the first wins, which the
+    shared row has for more probable.
+
+    Args:
+      candidates: with a row for each parent (P = W).
+    """
+    token, logp = candidates
+    # Of every parent at once, so that two look-ups a depth are all that has to be done in order.
+    best, score = jnp.argmax(logp, -1), logp.max(-1)
+    at = jnp.zeros((len(token), 1), jnp.int32)
+    places, own = [], []
+    for depth in range(token.shape[1]):
+        own.append(jnp.take_along_axis(score[:, depth], at, 1))
+        at = jnp.take_along_axis(best[:, depth], at, 1)
+        places.append(at)
+    chosen = jnp.take_along_axis(token, jnp.stack(places, 1), 2)
+    return Candidates(chosen, jnp.stack(own, 1)[..., None])
 
 
 def grow(builder: str, candidates: Candidates, nodes: int) -> Grown:
