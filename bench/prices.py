@@ -247,7 +247,8 @@ def gain(one: np.ndarray, other: np.ndarray) -> tuple[float, float, float]:
     """How much faster one is than the other, in per cent, and where 95 % of it lie if rounds are drawn again."""
     draws = np.random.default_rng(2).integers(0, len(one), (1000, len(one)))
     over = lambda pick: np.divide(*(x[..., 0] / x[..., 1] for x in (one[pick].sum(-2), other[pick].sum(-2))))
-    return tuple(float(100 * (x - 1)) for x in (over(np.arange(len(one))), *np.quantile(over(draws), (0.025, 0.975))))
+    low, high = np.quantile(over(draws), (0.025, 0.975))
+    return tuple(float(100 * (x - 1)) for x in (over(np.arange(len(one))), low, high))  # type: ignore[return-value]
 
 
 def shown(row: dict[str, Any]) -> str:
