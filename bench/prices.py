@@ -147,16 +147,10 @@ def grown(drafts: Drafts, moe, router: Router, args: command.Args, cost: Cost) -
     rounds = range(len(hits))
     usual = [ordered(at, np.arange(args.nodes)) for at in rounds]
     curve, level = curves(np.array([one.expected for one in usual]), drafts.depths[:, : args.nodes])
-    return {
-        "probability": [one._replace(expected=curve.cumsum()) for one in usual],
-        "depth": [
-            by_price(at, lambda order, at=at: curve[len(order)] * level[drafts.depths[at]])._replace(
-                expected=curve.cumsum()
-            )
-            for at in rounds
-        ],
-        "ideal": [by_price(at, Left(hits[at][:, : args.known]).adds) for at in rounds],
-    }
+    by_depth = [by_price(at, lambda order, own=level[drafts.depths[at]]: curve[len(order)] * own) for at in rounds]
+    known = lambda trees: [one._replace(expected=curve.cumsum()) for one in trees]
+    ideal = [by_price(at, Left(hits[at][:, : args.known]).adds) for at in rounds]
+    return {"probability": known(usual), "depth": known(by_depth), "ideal": ideal}
 
 
 def curves(expected: np.ndarray, depths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
