@@ -21,6 +21,7 @@ COMMANDS = {
     "--scorer 4:8",
     "long_context": "--shape tiny --prompts 40 --new 6 --budget 4 --chunk 16 --repeats 1",
     "moe": "--shape tiny-moe --rows 3 20 --layers 2 --dtype float32 --repeats 1",
+    "prices": "--shape tiny-moe --hits 0.7 --nodes 8 --rounds 3 --known 4",
     "products": "--shape tiny --rows 3 --names qkv gate_up --repeats 1",
     "serve_budgets": "--shape tiny --dtype float32 --budgets 1 4 auto --sizes 1 4 8 --clients 1 2 --answers 1 "
     "--prompt 9 --max_new_tokens 12 --context 256",
@@ -155,14 +156,118 @@ def test_the_model_of_touched_experts(monkeypatch, capsys):
     mixture = experts.shapes.PAIRS["qwen3-30b-a3b"][0].moe
     parents, odds = experts.grown(0.9, (2, 5), 15)
     assert parents.tolist() == [-1, 0, 1, 2, 3] and odds == pytest.approx([0.9**d for d in range(5)], rel=1e-6)
-    even = experts.experts((parents, odds), (2, 5), mixture, (0.0, 0.0), 2000)
+    even = experts.experts(parents, (2, 5), mixture, experts.Router(), 2000)
     for nodes in (1, 2, 5):
         assert even[nodes] == pytest.approx(128 * (1 - (1 - 8 / 128) ** nodes), rel=0.01)
-    alike = experts.experts((parents, odds), (2, 5), mixture, (0.0, 1.0), 50)
+    alike = experts.experts(parents, (2, 5), mixture, experts.Router(correlation=1.0), 50)
     assert alike == {1: 8, 2: 8, 5: 8}
-    skewed = experts.experts((parents, odds), (2, 5), mixture, (0.5, 0.5), 200)
+    skewed = experts.experts(parents, (2, 5), mixture, experts.Router(0.5, 0.7), 200)
     assert 8 < skewed[5] < even[5]
+    same = np.array([0, 1, 2, 1, 2])
+    hit = experts.routed(parents, same, mixture, experts.Router(share=1.0), 50, np.random.default_rng(0))
+    assert (hit.sum(-1) == 8).all() and (hit[1:3] == hit[3:5]).all() and (hit[0] != hit[1]).any()
     assert experts.main(["--budgets", "2", "4", "--layers", "20", "--hits", "0.7"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("| plain step | 8.0 | 1.32 | 1.00 |") and "| hit rate 0.7 |" in lines[-1]
     assert experts.main(["--measured", "nowhere.json"]) == 1
+
+
+def test_measured_rounds_cost_what_they_took(monkeypatch, tmp_path, capsys):
+    """At the experts that they touched; others by the rate of the run's plain read; between budgets, along a line."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import experts
+
+    def written(*rows):
+        line = {"settings": {"shape": "qwen3-30b-a3b"}, "machine": {"bytes_per_second": 4e12}}
+        line["rows"] = [{"budget": n, "ms": ms, "experts_by_layer": [one]} for n, ms, one in rows]
+        (tmp_path / "run.json").write_text("a table\n" + json.dumps(line) + "\n")
+        return str(tmp_path / "run.json")
+
+    file = written((1, 3.0, 8), (64, 10.0, 80), (16, 8.0, 50))
+    cost = experts.Cost("qwen3-30b-a3b", None, file)
+    each = 1e3 * 48 * 3 * 2048 * 768 * 2 / 4e12
+    assert cost.expert == pytest.approx(each) and cost.largest == 64
+    assert [cost.ms(1, 8), cost.ms(16, 50), cost.ms(64, 80)] == pytest.approx([3.0, 8.0, 10.0])
+    assert cost.ms(16, 128) == pytest.approx(8.0 + 78 * each) and cost.ms(4, 50) == pytest.approx(8.0)
+    assert cost.ms(40, 65) == pytest.approx(9.0)
+    assert experts.Cost("qwen3-30b-a3b", 2.0, file).expert == pytest.approx(2 * each)
+    assert experts.main(["--measured", file, "--layers", "5", "--hits", "0.7"]) == 0
+    assert "| 64 |" in (out := capsys.readouterr().out) and "| 128 |" not in out
+    assert experts.main(["--measured", file, "--budgets", "65"]) == 1
+    assert "budgets=65" in capsys.readouterr().err
+    assert experts.main(["--measured", written((1, 3.0, 8))]) == 1
+    assert experts.main(["--measured", written((16, 8.0, 50))]) == 1
+
+
+def test_nodes_come_by_probability_over_price(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import prices
+
+    parents, odds, rest = np.array([-1, 0, 0, 1, 2]), np.array([1, 0.6, 0.3, 0.25, 0.2]), np.full(5, 2.0)
+
+    def order(*experts):
+        hit = np.zeros((5, 1, 10), bool)
+        for node, touched in enumerate(experts):
+            hit[node, 0, list(touched)] = True
+        return prices.priced(parents, odds, rest, 0.1, prices.Left(hit).adds).tolist()
+
+    assert order((0, 1), (2, 3), (4, 5), (6, 7), (8, 9)) == [0, 1, 2, 3, 4]  # nothing is shared
+    assert order((0, 1), (2, 3), (4, 5), (6, 7), (5, 4)) == [0, 1, 2, 4, 3]  # the last has what its parent has
+    assert order((0, 1), (2, 3), (4, 5), (6, 7), (0, 1)) == [0, 1, 2, 4, 3]  # cheap at once, but its parent is not in
+    assert order((0, 1), (2, 3), (0, 1), (6, 7), (0, 4)) == [0, 2, 1, 4, 3]
+    assert prices.priced(parents, odds, rest, 0.1, lambda _: np.array([1, 1, 1, 9, 1])).tolist() == [0, 1, 2, 4, 3]
+
+    draw = np.random.default_rng(0)
+    parents = np.array([-1, *(draw.integers(0, node) for node in range(1, 30))])
+    odds, hit = np.sort(draw.random(30))[::-1], draw.random((30, 3, 16)) < 0.2
+    rest = np.linspace(2, 3, 20)
+    taken = [0]
+    while len(taken) < 20:
+        price = lambda node: rest[1] - rest[0] + 0.1 * (hit[node] & ~hit[taken].any(0)).sum() / 3
+        able = [node for node in range(30) if node not in taken and parents[node] in taken]
+        taken.append(max(able, key=lambda node: odds[node] / price(node)))
+    assert prices.priced(parents, odds, rest, 0.1, prices.Left(hit).adds).tolist() == taken != sorted(taken)
+
+
+def test_prices_by_depth_are_means_over_trees(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import prices
+
+    expected, depths = np.array([[2.0, 4, 5], [2, 4, 7]]), np.array([[0, 1, 1], [0, 1, 2]])
+    curve, level = prices.curves(expected, depths)
+    assert curve.tolist() == [2, 2, 2] and level[:4] == pytest.approx([1, 5 / 6, 3 / 2, 1])
+
+
+def test_cuts_of_trees_are_what_they_are_called(monkeypatch):
+    """Beside all ways to cut three trees."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import itertools
+
+    import prices
+
+    class Cost:
+        def round(self, nodes, experts):
+            return 2 + 0.1 * nodes + experts
+
+    draw = np.random.default_rng(3)
+    tokens = 1 + np.cumsum(np.sort(draw.random((3, 5)) * [[0.2], [0.6], [1.0]], 1)[:, ::-1], 1)
+    trees = [prices.Grown(one, np.cumsum(draw.random(5)), np.cumsum(draw.random(5))) for one in tokens]
+    said, took = (
+        np.array([Cost().round(np.arange(1, 6), x) for x in xs])
+        for xs in zip(*((one.expected, one.touched) for one in trees), strict=True)
+    )
+    found, each = prices.played(trees, Cost(), 5), np.arange(3)
+    ratio = lambda ms, at: tokens[each, list(at)].sum() / ms[each, list(at)].sum()
+    every = list(itertools.product(range(5), repeat=3))
+    at = {
+        "rate": max(every, key=lambda at: ratio(said, at)),
+        "best": (tokens / said).argmax(1),
+        "fixed": [max(range(1, 5), key=lambda n: ratio(took, [n] * 3))] * 3,
+    }
+    for cut, ends in at.items():
+        sums, nodes = found[cut]
+        assert nodes == pytest.approx(np.mean(ends) + 1)
+        assert sums == pytest.approx(np.stack([x[each, list(ends)] for x in (tokens, took)], 1))
+    assert len({tuple(map(int, ends)) for ends in at.values()}) == 3
+    one, low, high = prices.gain(np.array([[2.0, 1.0]] * 4), np.array([[1.0, 1.0]] * 4))
+    assert one == low == high == 100
