@@ -25,6 +25,7 @@ if __name__ == "__main__":  # before the slow imports
     outcome.start("devices")
 
 import functools
+import itertools
 import json
 from collections.abc import Sequence
 
@@ -48,7 +49,7 @@ LINE = command.Line(
         shapes.SHAPE,
         Option("meshes", "text", "What runs: `one` device, or a mesh.", ("one", "model=2"), many=True, metavar="MESH"),
         Option("budgets", "whole", "Tree nodes of a round; 1 is the plain step.", (1, 64), low=1, many=True),
-        Option("batch", "whole", "Rows of each group of devices.", 1, low=1),
+        Option("batch", "whole", "Rows of each group of devices.", (1,), low=1, many=True),
         Option("length", "whole", "Committed tokens.", 1024, low=32),
         Option("slots", "whole", "Cache slots.", 2048, low=64),
         shapes.DTYPE,
@@ -75,22 +76,25 @@ def main(argv: Sequence[str]) -> int:
     for name in args.meshes:
         command.check_mesh(None if name == "one" else name)
     device = f"{jax.device_count()} x {jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}"
-    print(f"{args.shape}, random weights, {args.batch} rows a group, {args.length} of {args.slots}; {device}")
-    print(f"{'mesh':>24} {'':>12} {'ms':>9} {'rows/s':>10} {'x one':>6} {'sums ms':>8} {'GiB':>7} {'compile s':>10}")
+    print(f"{args.shape}, random weights, {args.length} of {args.slots}; {device}")
+    print(f"{'mesh':>24} {'':>24} {'ms':>9} {'rows/s':>10} {'x one':>6} {'sums ms':>8} {'GiB':>7} {'compile s':>10}")
     rows: list[dict] = []
     texts: dict[int, list] = {}
     for name in args.meshes:
         mesh = None if name == "one" else sharding.mesh_of(name)
         pair = shapes.random_pair(args.shape, args.dtype, args.backend, mesh=mesh)
-        spent = 1e3 * sums(args, mesh) if mesh is not None and mesh.shape["model"] > 1 else 0.0
-        for budget in args.budgets:
-            row = {"mesh": name, "budget": budget, "sums_ms": spent} | measure(args, pair, mesh, budget)
+        split = mesh is not None and mesh.shape["model"] > 1
+        summed = {batch: 1e3 * sums(args, mesh, batch) if split else 0.0 for batch in args.batch}
+        for batch, budget in itertools.product(args.batch, args.budgets):
+            spent = summed[batch]
+            row = {"mesh": name, "batch": batch, "budget": budget, "sums_ms": spent}
+            row |= measure(args, pair, mesh, batch, budget)
             rows.append(row)
-            first = next(r["rows_per_second"] for r in rows if r["budget"] == budget and "ms" in r)
-            row["times_one"] = row["rows_per_second"] / first
-            what = "plain step" if budget == 1 else f"round {budget}"
+            same = [r for r in rows if "ms" in r and (r["batch"], r["budget"]) == (batch, budget)]
+            row["times_one"] = row["rows_per_second"] / same[0]["rows_per_second"]
+            what = f"{batch} x " + ("plain step" if budget == 1 else f"round {budget}")
             print(
-                f"{name:>24} {what:>12} {row['ms']:9.3f} {row['rows_per_second']:10.1f} {row['times_one']:6.2f} "
+                f"{name:>24} {what:>24} {row['ms']:9.3f} {row['rows_per_second']:10.1f} {row['times_one']:6.2f} "
                 f"{spent:8.3f} {row['gib']:7.2f} {row['compile_seconds']:10.1f}",
                 flush=True,
             )
@@ -107,12 +111,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def measure(args: command.Args, pair: shapes.Pair, mesh, budget: int) -> dict:
+def measure(args: command.Args, pair: shapes.Pair, mesh, batch: int, budget: int) -> dict:
     """Plain step (budget 1) or round."""
-    batch = args.batch * (1 if mesh is None else mesh.shape["data"])
+    rows = batch * (1 if mesh is None else mesh.shape["data"])
     draft = PLAIN if budget == 1 else pair.draft.shaped(tree.Rule(budget), min(pair.draft.depth, budget - 1))
     static, params = decoder.Decoder(pair.target, draft, args.slots), pair.plain if budget == 1 else pair.params
-    held = [shapes.state_at(static, params, args.length, batch, budget)]
+    held = [shapes.state_at(static, params, args.length, rows, budget)]
     run, seconds = program(decoder.rounds, static, params, held[0], jnp.int32(1), donate=(1,))
 
     def steps(n: int):
@@ -122,8 +126,7 @@ def measure(args: command.Args, pair: shapes.Pair, mesh, budget: int) -> dict:
     spent = timing.per_step(steps, args.steps // 4, args.steps, args.repeats)
     mine = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(params))
     return {
-        "ms": 1e3 * spent, "rows_per_second": batch / spent, "gib": mine / 2**30, "compile_seconds": seconds,
-        "batch": batch,
+        "ms": 1e3 * spent, "rows_per_second": rows / spent, "gib": mine / 2**30, "compile_seconds": seconds,
     }  # fmt: skip
 
 
@@ -149,10 +152,10 @@ def parted(target: LoadedTarget, one: list[list[int]], other: list[list[int]]) -
     return {"parted": [difference and difference.position for difference in found], "margin": max(margins, default=0.0)}
 
 
-def sums(args: command.Args, mesh) -> float:
+def sums(args: command.Args, mesh, batch: int) -> float:
     """Seconds of the sums of one plain step: two a layer, each of a row of activations for every row of a group."""
     config, _ = shapes.PAIRS[args.shape]
-    x = jnp.ones((args.batch, config.hidden_size), args.dtype)
+    x = jnp.ones((batch, config.hidden_size), args.dtype)
 
     @functools.partial(
         jax.shard_map, mesh=mesh, in_specs=(PartitionSpec(),) * 2, out_specs=PartitionSpec(), check_vma=False

@@ -97,8 +97,8 @@ def test_a_wrong_kernel_is_the_exit_status(name, monkeypatch, capsys):
     }[name]
     right = getattr(module, function)
 
-    def wrong(*args):
-        out = right(*args)
+    def wrong(*args, **options):
+        out = right(*args, **options)
         return (out[0] + 1, *out[1:]) if name == "tree_build" else jnp.roll(out, 1, axis=-1)
 
     monkeypatch.setattr(module, function, wrong)
