@@ -4,10 +4,10 @@
 
 The demo pair (or --target and --head) decodes copies of a prompt, as many as rows, greedily and with a fixed budget: by
 `speculate.generate` in this process, and by `python -m jetspec_jax.serve` in another one, as streams that begin
-together. Slots, budget and rows are the same. A round of `generate` takes its decode time over its rounds; one of the
-server what `--max_new_tokens` take longer than `--short` tokens, over the rounds that those have more, so that prompt
-and connection count on neither side. The two take turns, and the other one waits: `--repeats` of each prompt, of which
-the median is taken. Prints a table, then one JSON line.
+together. Slots, budget and rows are the same. A round is what `--max_new_tokens` take longer than `--short` tokens,
+over the rounds that those have more, so that prompt and connection do not count: on the clock, and in processor time of
+all threads, in which other work on the machine counts least. The two take turns, and the other one waits: `--repeats`
+of each prompt, of which the median is taken. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ if __name__ == "__main__":  # before the slow imports
 
 import contextlib
 import dataclasses
+import functools
 import http.client
 import json
+import os
+import pathlib
 import re
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import timing
@@ -44,8 +48,8 @@ LINE = command.Line(
         Option("batch", "whole", "Rows that run together, a power of two.", (1, 8), low=1, many=True),
         Option("budget", "whole", "Tree nodes of a round. Default: 8 on a CPU, else 64.", low=2),
         Option("prompts", "whole", "How many of our own prompts are asked.", 3, low=1, high=len(USUAL)),
-        Option("short", "whole", "Tokens of the answers that are taken off.", 32, low=2),
-        dataclasses.replace(command.SAMPLING["max_new_tokens"], default=256, low=8),
+        Option("short", "whole", "Tokens of the answers that are taken off.", 64, low=2),
+        dataclasses.replace(command.SAMPLING["max_new_tokens"], default=192, low=8),
         dataclasses.replace(timing.REPEATS, default=3),
         command.TARGET,
         command.HEAD,
@@ -65,47 +69,79 @@ def main(argv: Sequence[str]) -> int:
     target, head = command.pair_of(args)
     budget = args.budget or geometry.DEFAULT_BUDGET[jax.default_backend()]
     prompts = [target.tokenizer.encode(text) for text in USUAL[: args.prompts]]
-    room = geometry.slots(max(map(len, prompts)) + args.max_new_tokens + head.draft.depth + 1)
+    room, least = (
+        geometry.slots(max(map(len, prompts)) + tokens + head.draft.depth + 1)
+        for tokens in (args.max_new_tokens, args.short)
+    )
+    if least < room:
+        raise command.UsageError(f"--short={args.short}: it has {least} slots, the others {room}; give more")
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}"
-    print(f"budget {budget}, {room} slots, {args.max_new_tokens} tokens; {device}")
-    print(f"{'rows':>5} {'generate, ms a round':>21} {'server, ms a round':>19} {'overhead':>9}  of each prompt")
+    print(f"budget {budget}, {room} slots, {args.max_new_tokens} tokens; {device}; ms of a round")
+    print(f"{'rows':>5} {'':>15} {'generate':>9} {'server':>9} {'overhead':>9}  of each prompt")
     rows = []
     for batch in args.batch:
-        ours, theirs = [], []
-        with served(args, batch, budget, room) as port:
+        found = []
+        with served(args, batch, budget, room) as (port, process):
             for ids in prompts:
-                turns = [(offline(args, target, head, ids, batch, budget), online(args, port, ids, batch))
-                         for _ in range(args.repeats + 1)][1:]  # fmt: skip  # the first compiles
-                ours.append(statistics.median(turn[0] for turn in turns))
-                theirs.append(statistics.median(turn[1] for turn in turns))
-        over = [b / a - 1 for a, b in zip(ours, theirs, strict=True)]
-        row = {"batch": batch, "generate_ms": 1e3 * statistics.mean(ours), "server_ms": 1e3 * statistics.mean(theirs)}
-        row |= {"overhead": row["server_ms"] / row["generate_ms"] - 1, "of_prompts": over}
+                here = functools.partial(offline, target, head, ids, batch, budget)
+                there = functools.partial(online, port, process, ids, batch)
+                here(args.short), here(args.max_new_tokens)  # they compile
+                turns = [[a_round(args, way) for way in (here, there)] for _ in range(args.repeats)]
+                found.append(
+                    [[statistics.median(x) for x in zip(*way, strict=True)] for way in zip(*turns, strict=True)]
+                )
+        row: dict = {"batch": batch}
+        for i, clock in enumerate(("wall", "processor time")):
+            ours, theirs = ([1e3 * one[way][i] for one in found] for way in range(2))
+            over = [b / a - 1 for a, b in zip(ours, theirs, strict=True)]
+            row[clock] = {
+                "generate_ms": statistics.mean(ours), "server_ms": statistics.mean(theirs),
+                "overhead": sum(theirs) / sum(ours) - 1, "of_prompts": over,
+            }  # fmt: skip
+            print(
+                f"{batch:>5} {clock:>15} {row[clock]['generate_ms']:>9.2f} {row[clock]['server_ms']:>9.2f} "
+                f"{row[clock]['overhead']:>9.1%}  " + ", ".join(f"{x:.1%}" for x in over),
+                flush=True,
+            )
         rows.append(row)
-        print(
-            f"{batch:>5} {row['generate_ms']:>21.2f} {row['server_ms']:>19.2f} {row['overhead']:>9.1%}  "
-            + ", ".join(f"{x:.1%}" for x in over),
-            flush=True,
-        )
-    print(
-        json.dumps(
-            {"settings": command.settings(args), "device": device, "budget": budget, "slots": room, "rows": rows}
-        )
-    )
+    said = {"settings": command.settings(args), "device": device, "budget": budget, "slots": room, "rows": rows}
+    print(json.dumps(said))
     return 0
 
 
-def offline(args: command.Args, target, head, ids: Sequence[int], batch: int, budget: int) -> float:
-    """Seconds of a round of `generate`."""
-    option = SamplingConfig(args.max_new_tokens, ignore_eos=True)
+class Spent(NamedTuple):
+    """What answers took: seconds on the clock and of processors, and their rounds."""
+
+    wall: float
+    processor: float
+    rounds: int
+
+
+def a_round(args: command.Args, way: Callable[[int], Spent]) -> tuple[float, float]:
+    """Seconds of a round, on the clock and of processors."""
+    short, long = way(args.short), way(args.max_new_tokens)
+    rounds = long.rounds - short.rounds
+    return (long.wall - short.wall) / rounds, (long.processor - short.processor) / rounds
+
+
+def offline(target, head, ids: Sequence[int], batch: int, budget: int, tokens: int) -> Spent:
+    """Equal answers of `generate`."""
+    option, begin, spent = SamplingConfig(tokens, ignore_eos=True), time.perf_counter(), time.process_time()
     results = speculate.generate(target, head, [list(ids)] * batch, TreeConfig(budget), option)
-    return results[0].seconds["decode"] / results[0].rounds
+    return Spent(time.perf_counter() - begin, time.process_time() - spent, results[0].rounds)
 
 
-def online(args: command.Args, port: int, ids: Sequence[int], batch: int) -> float:
-    """Seconds of a round of the server."""
-    short, long = (asked(port, ids, batch, tokens) for tokens in (args.short, args.max_new_tokens))
-    return (long[0] - short[0]) / (long[1] - short[1])
+def online(port: int, process: int, ids: Sequence[int], batch: int, tokens: int) -> Spent:
+    """Equal answers of the server."""
+    begin = processor_time(process)
+    wall, rounds = asked(port, ids, batch, tokens)
+    return Spent(wall, processor_time(process) - begin, rounds)
+
+
+def processor_time(process: int) -> float:
+    """Seconds that all threads of a process have had, as Linux tells them."""
+    words = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def asked(port: int, ids: Sequence[int], batch: int, tokens: int) -> tuple[float, int]:
@@ -135,8 +171,8 @@ def asked(port: int, ids: Sequence[int], batch: int, tokens: int) -> tuple[float
 
 
 @contextlib.contextmanager
-def served(args: command.Args, batch: int, budget: int, room: int) -> Iterator[int]:
-    """The port of a server that is ready; it ends with the block."""
+def served(args: command.Args, batch: int, budget: int, room: int) -> Iterator[tuple[int, int]]:
+    """The port and the process of a server that is ready; it ends with the block."""
     words = [sys.executable, "-m", "jetspec_jax.serve", "--port", "0", "--nolog", "--kept_prefixes", "1"]
     words += ["--batch", str(batch), "--budget", str(budget), "--context", str(room)]
     for name in ("target", "head", "dtype", "backend"):
@@ -153,7 +189,7 @@ def served(args: command.Args, batch: int, budget: int, room: int) -> Iterator[i
         else:
             raise ConfigError(f"the server ended before it was ready: {last.strip()}")
         threading.Thread(target=lambda: [*server.stderr], daemon=True).start()  # so that it is never held up
-        yield port
+        yield port, server.pid
     finally:
         timer.cancel()
         server.terminate()

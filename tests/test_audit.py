@@ -89,7 +89,7 @@ def run(pair, sampling=SAMPLING, **options):
     return audit.audit(*pair, PROMPTS, TREE, sampling, **options)
 
 
-@pytest.mark.parametrize("measure", [audit.audit, acceptance.measure])
+@pytest.mark.parametrize("measure", [pytest.param(audit.audit, marks=pytest.mark.slow), acceptance.measure])
 def test_prompts_as_a_tokenizer_returns_them(measure):
     """A mapping would be taken for a list of its keys, an iterator be used up; text is refused by name."""
     target, head, rest = tiny.target("dense"), tiny.head(True), (TreeConfig(4), SamplingConfig(3), 2)
@@ -162,7 +162,7 @@ def test_a_difference_in_the_first_token():
     assert all((d["plain_token"], d["token"], d["gap"]) == (0, 1, 0.0) and d["difference"] > 0 for d in first)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_a_fault_is_a_defect_in_float32(temperature):
     report = run(stub("positions"), SamplingConfig(20, temperature, 3))
     assert report["defects"] >= 4

@@ -40,7 +40,9 @@ def ids(prompt):
 
 
 CASES = [
-    pytest.param(folder, i, id=f"{folder.name}-{i}", marks=pytest.mark.slow if i else ())
+    pytest.param(
+        folder, i, id=f"{folder.name}-{i}", marks=pytest.mark.slow if i or "bidirectional" in folder.name else ()
+    )
     for folder in sorted(FIXTURES.iterdir())
     for i in range(len(json.loads((folder / "expected.json").read_text())["cases"]))
 ]
@@ -490,7 +492,7 @@ def test_long_numbers_and_a_device_that_is_not_there(capsys, monkeypatch):
         ("--json",),
         pytest.param(("--json", "--batch=3", "--compare"), marks=pytest.mark.slow),
         pytest.param((), marks=pytest.mark.slow),
-        ("--batch=3", "--compare"),
+        pytest.param(("--batch=3", "--compare"), marks=pytest.mark.slow),
     ],
 )
 def test_a_row_that_breaks_is_said_and_the_others_are_decoded(capsys, monkeypatch, tmp_path, words):

@@ -69,9 +69,9 @@ class TestCauses:
             ({"tap_layers": (2, 4, 6)}, "target_layer_ids", [1, 3, 5]),
             ({"tap_layers": (0, 2, 4)}, "target_layer_ids", [1, 3, 5]),
             ({"mask_token_id": 62}, "mask_token_id", 63),
-            ({"mask_token_id": 40}, "mask_token_id", 63),
+            pytest.param({"mask_token_id": 40}, "mask_token_id", 63, marks=pytest.mark.slow),
             ({"causal": False}, "causal_head", True),
-            ({"rope_theta": 1e3}, "rope_theta", 1e6),
+            pytest.param({"rope_theta": 1e3}, "rope_theta", 1e6, marks=pytest.mark.slow),
             pytest.param(
                 {"rope_scaling": RopeScaling("linear", 8.0, 4096)}, "rope_scaling", None, marks=pytest.mark.slow
             ),
@@ -210,7 +210,11 @@ class TestCommand:
         assert status == 1 and f"wrong  {words}" in out and "likely cause" in out
 
     @pytest.mark.parametrize(
-        "meta, words", [(None, "another target of these sizes"), ({"target_fingerprint": "0"}, "fingerprints differ")]
+        "meta, words",
+        [
+            pytest.param(None, "another target of these sizes", marks=pytest.mark.slow),
+            ({"target_fingerprint": "0"}, "fingerprints differ"),
+        ],
     )
     def test_another_target_of_the_same_sizes(self, capsys, tmp_path, prompt_file, meta, words):
         head = broken(tmp_path / "h", meta)

@@ -186,7 +186,11 @@ def test_heads(kv_heads, groups, dim, normed, dtype, interpret):
 @HOW
 @pytest.mark.parametrize(
     "rows,depth,width",
-    [(2, 3, 1), (17, 5, 9), *(pytest.param(n, 15, 63, marks=pytest.mark.slow) for n in (64, 256))],
+    [
+        pytest.param(2, 3, 1, marks=pytest.mark.slow),
+        (17, 5, 9),
+        *(pytest.param(n, 15, 63, marks=pytest.mark.slow) for n in (64, 256)),
+    ],
 )
 def test_grow(rows, depth, width, interpret):
     """Node for node the tree of the XLA rule, also where it runs out of candidates."""

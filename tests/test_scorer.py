@@ -133,7 +133,11 @@ def greedy_path(logp, token):
 
 @pytest.mark.parametrize(
     "causal, inner, builder, heat",
-    [(True, INNER, "best_first", None), (False, 0, "accum_logp", None), (True, 0, "best_first", (0.7, 1.3))],
+    [
+        (True, INNER, "best_first", (0.7, 1.3)),
+        (False, 0, "accum_logp", None),
+        pytest.param(True, 0, "best_first", (0.7, 1.3), marks=pytest.mark.slow),
+    ],
 )
 def test_a_chain_is_the_greedy_path_through_the_rows_of_its_nodes(causal, inner, builder, heat):
     """Among as many candidates as the tree of as many nodes has, seven here; one program of a ladder is as another."""
@@ -183,21 +187,22 @@ def test_a_head_whose_scorer_is_left_out_is_the_program_of_one_that_has_none(wid
     assert text(own.draft, own.params) != text(bare.draft, bare.params)
 
 
-def test_decoding_with_it_is_plain_decoding():
+GREEDY, WARM, CHAIN = SamplingConfig(20), SamplingConfig(20, temperature=1.0, seed=4, top_k=9), TreeConfig(5, width=1)
+DECODED = [(GREEDY, [dataclasses.replace(CHAIN, prune=0.2)]), (WARM, [TreeConfig(8), CHAIN])]
+MORE = [(GREEDY, [TreeConfig(8, width=3, builder="accum_logp"), CHAIN])]
+
+
+@pytest.mark.parametrize("cases", [DECODED, pytest.param(MORE, marks=pytest.mark.slow)], ids=["usual", "more"])
+def test_decoding_with_it_is_plain_decoding(cases):
     target, prompts = tiny.target("dense"), [[5, 6, 7], [9, 3]]
-    greedy, warm = SamplingConfig(20), SamplingConfig(20, temperature=1.0, seed=4, top_k=9)
-    chain = TreeConfig(5, width=1)
-    for options, trees in (
-        (greedy, [TreeConfig(8, width=3, builder="accum_logp"), chain, dataclasses.replace(chain, prune=0.2)]),
-        (warm, [TreeConfig(8), chain]),
-    ):
+    for options, trees in cases:
         plain = speculate.generate(target, None, prompts, None, options)
         for tree in trees:
             found = speculate.generate(target, tiny.scored(), prompts, tree, options)
             assert [r.token_ids for r in found] == [r.token_ids for r in plain]
             assert all(r.rounds for r in found)
             sizes = {size for r in found for size in r.tree_sizes}
-            assert sizes == {5} if tree is chain else len(sizes) > 1 or not tree.prune
+            assert sizes == {5} if tree is CHAIN else len(sizes) > 1 or not tree.prune
 
 
 @pytest.mark.parametrize("tree", [TreeConfig(8, width=3), TreeConfig(5, width=1)], ids=["tree", "chain"])

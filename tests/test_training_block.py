@@ -99,7 +99,7 @@ def test_forward_equals_dense_attention_and_inference(causal):
         np.testing.assert_allclose(decoding(slots[:1, i], jnp.array([a]))[0], got[0, i], atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [4, 11])
+@pytest.mark.parametrize("window", [pytest.param(4, marks=pytest.mark.slow), 11])
 def test_blocks_that_look_back_at_a_window(window):
     """Keys cut out for each block equal masked ones, with their gradients, and the head as it decodes with a window."""
     config = dataclasses.replace(HEAD, num_layers=2)

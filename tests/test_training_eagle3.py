@@ -173,7 +173,7 @@ def test_a_step_is_what_the_drafter_computes_along_the_true_path(monkeypatch):
         assert len(drafter) == EAGLE.depth
 
 
-@pytest.mark.parametrize("mix", [Mix(), Mix(0.5, 0.2, 0.3, 1.5, 0.9)], ids=str)
+@pytest.mark.parametrize("mix", [pytest.param(Mix(), marks=pytest.mark.slow), Mix(0.5, 0.2, 0.3, 1.5, 0.9)], ids=str)
 def test_the_gradient_is_that_of_whole_logits(mix):
     """Every anchor; against jax.grad of paths that are run alone. Ids have no gradient."""
     r, p = eagle_recipe(mix=mix, anchors=WIDTH, loss_chunk=64), part()

@@ -64,7 +64,11 @@ def test_chunked_loss_equals_the_whole(mix):
         assert got.overlap is None
 
 
-@pytest.mark.parametrize("mix", [Mix(), Mix(0, 0, 1), Mix(0.5, 0.2, 0.3, 1.5, 0.9)], ids=str)
+@pytest.mark.parametrize(
+    "mix",
+    [*(pytest.param(m, marks=pytest.mark.slow) for m in (Mix(), Mix(0, 0, 1))), Mix(0.5, 0.2, 0.3, 1.5, 0.9)],
+    ids=str,
+)
 def test_tables_of_a_heads_own_over_a_part_of_the_vocabulary(mix):
     """A frozen table and two trained ones, of other widths; what cannot be drafted is not learnt and no hit."""
     ids = jnp.array([1, 2, 3, *range(7, 30), 46])
