@@ -2,7 +2,7 @@
 
     python bench/devices.py --shape qwen3-8b --meshes one model=2                     a layer split over two
     python bench/devices.py --shape qwen3-30b-a3b --meshes one model=2                experts split over two
-    python bench/devices.py --shape qwen3-32b --meshes model=2                        what one device may not hold
+    python bench/devices.py --shape qwen3-32b --meshes model=2                        more than 80 GB hold
     python bench/devices.py --shape qwen3-0.6b --dtype float32 --meshes one model=2 data=2 --tokens 128    equal?
     python bench/devices.py --shape qwen3-8b --batch 32 --meshes one data=2           32 rows a device: throughput
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python bench/devices.py --shape tiny --dtype float32 \\
@@ -11,10 +11,10 @@
 `--batch` is of each group of devices, so that `data=2` has twice the rows of `one`. `ms` is the time of one step inside
 the compiled loop (median of differences between a long and a short call); `rows/s` are rows times rounds a second, and
 `x one` is their ratio to the first mesh's; `GiB` are the weights on one device. `sums` is the time of what a plain step
-sums over the devices, alone: two sums a layer of one row of activations for each row of a group. With `--tokens` each
-mesh also decodes: in float32 the tokens are those of the first one. In 16 bits near-ties may part; `margin` is the gap
-between the two best tokens where a text parts from the first mesh's, in standard deviations of the logits, the largest
-of all texts. Prints a table, then one JSON line.
+sums over the devices of `model`, alone: two sums a layer of one row of activations for each row of a group; those over
+`expert` are not timed. With `--tokens` each mesh also decodes: in float32 the tokens are those of the first one. In 16
+bits near-ties may part; `margin` is the gap between the two best tokens where a text parts from the first mesh's, in
+standard deviations of the logits, the largest of all texts. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations

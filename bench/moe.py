@@ -4,7 +4,7 @@
     python bench/moe.py --shape qwen3-30b-a3b --rows 1 64 --cuts
 
 `ragged` is plain XLA (what prompts and training use), `kernel` the kernels with the cut of the rule, each with the add
-and norm after it; below it are its pieces: `route` (router, choice, lists), `gate_up`, `down`. `--cuts` tries every
+and norm after it; below it are its pieces: `route` (router, top, lists), `gate_up`, `down`. `--cuts` tries every
 other cut of the two products as well, after all rows have their first figures, and prints the best. Times are of one
 layer, in a loop that visits `--layers` layers with weights and routing of their own: together they are many times the
 L2 cache. The floor is the time to read the experts that the rows of that layer really chose, once, or to multiply by
@@ -41,7 +41,7 @@ import timing
 from jetspec_jax import command
 from jetspec_jax.backends.hopper import Hopper
 from jetspec_jax.backends.kernels import gpu_experts
-from jetspec_jax.backends.kernels.gpu_experts import Choice, Cut, Cuts
+from jetspec_jax.backends.kernels.gpu_experts import Cut, Cuts, TopK
 from jetspec_jax.backends.xla import PLAIN_XLA
 from jetspec_jax.fields import Option
 from jetspec_jax.layers import moe
@@ -129,7 +129,7 @@ class Mixture:
         self.args, self.limits, self.gpu = args, limits, jax.default_backend() == "gpu"
         config = shapes.PAIRS[args.shape][0]
         self.moe, self.hidden = config.moe, config.hidden_size
-        self.choice = Choice(config.moe.experts_per_token, config.moe.normalize_top_k)
+        self.top = TopK(config.moe.experts_per_token, config.moe.normalize_top_k)
         experts, inner = self.moe.num_experts, self.moe.intermediate_size
         like = lambda *sizes: jax.ShapeDtypeStruct(sizes, args.dtype)
         # The router in the layout of a layer, and as many experts; `shapes.drawn` has the gain of a network.
@@ -146,7 +146,7 @@ class Mixture:
     def ours(self, x, layer, cut: Cuts | None = None) -> jax.Array:
         flat, weights = x.reshape(-1, self.hidden), (layer["router"], layer["gate_up"], layer["down"])
         interpret = jax.default_backend() != "gpu"
-        return gpu_experts.mixture(flat, *weights, self.choice, interpret=interpret, cut=cut)[:, None]
+        return gpu_experts.mixture(flat, *weights, self.top, interpret=interpret, cut=cut)[:, None]
 
     def ragged(self, x, layer) -> jax.Array:
         m = self.moe
@@ -197,24 +197,24 @@ class Mixture:
     def piece(self, name: str, x, cut: Cut | None = None) -> tuple[Callable, list]:
         """One part of the kernels, and for each layer what comes to it from the part before."""
         m, rows = self.moe, x.shape[1]
-        experts, inner, choice = m.num_experts, m.intermediate_size, self.choice
+        experts, inner, top = m.num_experts, m.intermediate_size, self.top
         usual, here = (
             gpu_experts.cuts(rows, self.hidden, inner, x.dtype),
             jax.default_backend() != "gpu",
         )
 
         def route(x, layer):
-            return gpu_experts.route(x[0], layer["router"], experts, choice, interpret=here)[0]
+            return gpu_experts.route(x[0], layer["router"], experts, top, interpret=here)[0]
 
         def gate_up(x, given):
             layer, routed = given
             weights = layer["gate_up"].reshape(experts, self.hidden, 2 * inner)
-            return gpu_experts.gate_up_product(x[0], weights, routed, choice, cut or usual.gate_up, here)
+            return gpu_experts.gate_up_product(x[0], weights, routed, top, cut or usual.gate_up, here)
 
         def down(x, given):
             layer, _, (wide, routed) = given
             _, wide = jax.lax.optimization_barrier((x, wide))  # or it would be computed once, before the loop
-            return gpu_experts.down_product(wide, layer["down"], routed, choice, cut or usual.down, here)
+            return gpu_experts.down_product(wide, layer["down"], routed, top, cut or usual.down, here)
 
         if name == "route":
             return route, self.layers

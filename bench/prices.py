@@ -1,4 +1,4 @@
-"""Does a tree of a mixture gain where nodes are taken by probability over price, and not by probability? No device.
+"""Does a tree of a mixture gain where nodes are taken by probability over price, not by probability? Needs no device.
 
     python bench/prices.py --shape qwen3-30b-a3b --measured decode_latency.json
 
@@ -10,9 +10,9 @@ that is drawn for each round and depth (beta, mean `--hits`, `--concentration` t
 falling geometrically.
 
 Two rules take nodes by probability over price. `depth` has a curve: what a node adds by how many are in, times what
-nodes of its depth add more or less than others; means over all best-first trees. `ideal` has the most that any curve
-could tell: of this very tree, the mean over `--known` routers, given all nodes that are in. What trees cost is counted
-with other routers, as many as the shape has layers. All orders are cut
+nodes of its depth add more or less than others; means over all best-first trees. `ideal` knows of this
+very tree how many experts each node would add to those that are in, a mean over `--known` routers: no curve can tell
+more. What trees cost is counted with other routers, as many as the shape has layers. All orders are cut
 
 * fixed: after the number of nodes that is best for all rounds;
 * first: where tokens over time first fall (CaDDTree's rule, `loop/budgets.tree_size`);

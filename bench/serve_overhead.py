@@ -4,10 +4,10 @@
 
 The demo pair (or --target and --head) decodes copies of a prompt, as many as rows, greedily and with a fixed budget: by
 `speculate.generate` in this process, and by `python -m jetspec_jax.serve` in another one, as streams that begin
-together. Slots, budget and rows are the same. A round is what `--max_new_tokens` take longer than `--short` tokens,
-over the rounds that those have more, so that prompt and connection do not count: on the clock, and in processor time of
-all threads, in which other work on the machine counts least. The two take turns, and the other one waits: `--repeats`
-of each prompt, of which the median is taken. Prints a table, then one JSON line.
+together. Slots, budget and rows are the same. A round's time is that of an answer of `--max_new_tokens` less that of
+one of `--short` tokens, over the rounds between them, so prompt and connection cancel: on the clock, and in processor
+time of all threads, which other work disturbs least. The two take turns, and the other one waits: `--repeats` of each
+prompt, of which the median is taken. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def main(argv: Sequence[str]) -> int:
             for ids in prompts:
                 here = functools.partial(offline, target, head, ids, batch, budget)
                 there = functools.partial(online, port, process, ids, batch)
-                here(args.short), here(args.max_new_tokens)  # they compile
+                for tokens in (args.short, args.max_new_tokens):
+                    here(tokens)  # it compiles
                 turns = [[a_round(args, way) for way in (here, there)] for _ in range(args.repeats)]
                 found.append(
                     [[statistics.median(x) for x in zip(*way, strict=True)] for way in zip(*turns, strict=True)]
@@ -156,6 +157,7 @@ def asked(port: int, ids: Sequence[int], batch: int, tokens: int) -> tuple[float
         line = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
         line.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         said = line.getresponse().read().decode()
+        line.close()
         counts = re.findall(r'"num_spec_steps": ?(\d+)', said)
         rounds.extend(int(count) for count in counts[-1:])
 
@@ -173,7 +175,7 @@ def asked(port: int, ids: Sequence[int], batch: int, tokens: int) -> tuple[float
 @contextlib.contextmanager
 def served(args: command.Args, batch: int, budget: int, room: int) -> Iterator[tuple[int, int]]:
     """The port and the process of a server that is ready; it ends with the block."""
-    words = [sys.executable, "-m", "jetspec_jax.serve", "--port", "0", "--nolog", "--kept_prefixes", "1"]
+    words = [sys.executable, "-m", "jetspec_jax.serve", "--port", "0", "--nolog", "--kept_prefixes", "0"]
     words += ["--batch", str(batch), "--budget", str(budget), "--context", str(room)]
     for name in ("target", "head", "dtype", "backend"):
         words += [f"--{name}", getattr(args, name)] if getattr(args, name) else []

@@ -1,14 +1,16 @@
 #!/bin/sh
-# What several GPUs of one host are worth, beside one: a file of JSON lines a command, in FOLDER.
+# What several GPUs of one host are worth, beside one. Of each command FOLDER gets NAME.out, NAME.err and NAME.json (its
+# last line).
 #
 #     bench/several_gpus.sh 2 FOLDER          two GPUs; 4 and 8 alike
 #
 # Experts of a Qwen3-30B-A3B split over all of them, and over two; rows of a Qwen3-8B dealt out; a head trained on
-# Qwen3-8B with the same rows a device; tokens equal to one device's in float32. Random weights. NVLink multicast is
-# left off (NCCL_NVLS_ENABLE=0).
+# Qwen3-8B with the same rows a device; tokens beside one device's, in float32 those of tiny-moe. Random weights. NVLink
+# multicast stays off: on a shared host a program that uses it can put the GPUs out of service. MOE, DENSE, SMALL, DTYPE,
+# TRAIN and PYTHON replace shapes, dtype, words of train_step and the interpreter.
 set -u
 gpus=${1:?how many GPUs} folder=${2:?where results go}
-cd "$(dirname "$0")/.." && mkdir -p "$folder" || exit 1
+mkdir -p "$folder" && folder=$(cd "$folder" && pwd) && cd "$(dirname "$0")/.." || exit 1
 export NCCL_NVLS_ENABLE=0 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 python=${PYTHON:-python3} dtype=${DTYPE:-bfloat16} failed=0
 

@@ -29,7 +29,9 @@ COMMANDS = {
     "synthetic_accept": "--shape tiny --dtype float32 --budgets 4 --accept 3 --length 24 --slots 96 --steps 8",
     "train_step": "--shape tiny --dtype float32 --sequence 64 --anchors 8 --steps 1 --repeats 1 --parts",
     "tree_build": "--vocab 512 --depth 3 --budgets 5 --repeats 1",
-}  # not sweep and auto_budget, which load a target's files (the demo's are a download), nor kernels (a GPU's trace)
+}
+# Not sweep, auto_budget and serve_overhead, which load a target's files (the demo's are a download), nor kernels (a GPU's
+# trace).
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from checks import cuda_text, near, normal, verify
 from jetspec_jax.backends import hopper
 from jetspec_jax.backends.hopper import Hopper
 from jetspec_jax.backends.kernels import gpu_experts
-from jetspec_jax.backends.kernels.gpu_experts import Choice
+from jetspec_jax.backends.kernels.gpu_experts import TopK
 from jetspec_jax.backends.xla import PLAIN_XLA, XLA, total
 from jetspec_jax.config import MoEConfig
 from jetspec_jax.drafts import block
@@ -28,7 +28,7 @@ F32, BF16 = jnp.float32, jnp.bfloat16
 
 
 def mixture(x, router, gate_up, down, count, normalize, interpret, first=0):
-    return gpu_experts.mixture(x, router, gate_up, down, Choice(count, normalize), first, interpret)
+    return gpu_experts.mixture(x, router, gate_up, down, TopK(count, normalize), first, interpret)
 
 
 oracle = jax.jit(lambda x, *weights: moe.feed_forward(x[None], *weights)[0], static_argnums=(4, 5))
@@ -45,6 +45,7 @@ SHAPES = {
     "lists of a middle tile": ((41, 64, 48, 8, 2), "half"),
     "lists of the largest tile": ((70, 64, 48, 8, 2), "half"),
     "lists that fill their tiles": ((48, 32, 16, 8, 2), "filled"),
+    "lists of fewer places than experts": ((17, 32, 16, 64, 2), "spread"),
     "several tiles of one expert": ((150, 32, 32, 5, 2), "same"),
     "an expert a row": ((19, 32, 16, 4, 1), "spread"),
     "all experts": ((5, 32, 16, 4, 4), "spread"),
@@ -54,6 +55,7 @@ SHAPES = {
 HERE = [
     ("one row", F32), ("fewer places than experts", BF16), ("more places than experts", F32),
     ("lists of the largest tile", F32), ("lists that fill their tiles", F32), ("several tiles of one expert", BF16),
+    ("lists of fewer places than experts", F32),
 ]  # fmt: skip
 SMALL = [name for name in SHAPES if "A3B" not in name]
 RUNS = [pytest.param(*run, True) for run in HERE]
@@ -134,11 +136,11 @@ def test_choose(interpret):
     logits[3, ::2] = -np.inf
     parts = jnp.asarray(np.stack([logits / 4, logits * 3 / 4]))
     for normalize in (True, False):
-        weight, expert = gpu_experts.choose(parts, Choice(3, normalize), interpret)
+        weight, expert = gpu_experts.choose(parts, TopK(3, normalize), interpret)
         wanted = jax.lax.top_k(jax.nn.softmax(parts.sum(0)), 3)
         near(weight, wanted[0] / wanted[0].sum(-1, keepdims=True) if normalize else wanted[0], F32)
         assert (expert == wanted[1]).all()
-    broken = gpu_experts.choose(parts.at[0, 4, 7].set(jnp.nan), Choice(3, True), interpret)
+    broken = gpu_experts.choose(parts.at[0, 4, 7].set(jnp.nan), TopK(3, True), interpret)
     odd = set(broken[1][4].tolist())
     assert jnp.isnan(broken[0][4]).all() and len(odd) == 3 and odd < set(range(12))
     assert (broken[1][5:] == expert[5:]).all()
@@ -163,9 +165,9 @@ def test_from_which_rows_on_and_for_which_sizes_xla_computes_it(monkeypatch):
     monkeypatch.setattr(gpu_experts, "mixture", lambda *args, **more: (seen.append(args), real(*args, **more))[1])
     shape = lambda *s: jax.ShapeDtypeStruct(s, F32)
 
-    def ours(batch, rows, inner=16, experts=8):
+    def ours(batch, rows, inner=16, experts=8, all_experts=8):
         seen.clear()
-        arrays = shape(batch, rows, 32), shape(32, 8), shape(experts, 32, 2, inner), shape(experts, inner, 32)
+        arrays = shape(batch, rows, 32), shape(32, all_experts), shape(experts, 32, 2, inner), shape(experts, inner, 32)
         mixture = functools.partial(Hopper().mixture, experts_per_token=2, normalize_top_k=True)
         out = jax.eval_shape(mixture, *arrays)
         assert out.shape[-3:] == (batch, rows, 32)
@@ -173,7 +175,9 @@ def test_from_which_rows_on_and_for_which_sizes_xla_computes_it(monkeypatch):
 
     assert ours(1, 1) and ours(1, hopper.ROUTED) and ours(4, hopper.ROUTED // 4)
     assert ours(1, 1, experts=4)
-    assert not ours(1, hopper.ROUTED + 1) and not ours(1, 1, inner=24)
+    assert (
+        not ours(1, hopper.ROUTED + 1) and not ours(1, 1, inner=24) and not ours(1, 1, all_experts=gpu_experts.MOST + 1)
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 256])
@@ -184,7 +188,7 @@ def test_it_lowers_for_cuda_at_the_sizes_of_30b_a3b(rows, monkeypatch):
     for dtype in (BF16, F32) if rows in (1, 64) else (BF16,):
         shape = lambda *s, dtype=dtype: jax.ShapeDtypeStruct(s, dtype)
         text = cuda_text(
-            lambda *x: gpu_experts.mixture(*x, Choice(count, True)), shape(rows, hidden), shape(hidden, experts),
+            lambda *x: gpu_experts.mixture(*x, TopK(count, True)), shape(rows, hidden), shape(hidden, experts),
             shape(experts, hidden, 2, inner), shape(experts, inner, hidden),
         )  # fmt: skip
         assert "triton" in text

@@ -41,10 +41,10 @@ class Hopper(XLA):
 
     def mixture(self, x, router, gate_up, down, experts_per_token, normalize_top_k, first=0):
         rows, (inner, hidden) = x.shape[0] * x.shape[1], down.shape[1:]
-        if rows > ROUTED or not gpu_experts.supported(hidden, inner):
+        if rows > ROUTED or not gpu_experts.supported(hidden, inner, router.shape[1]):
             return super().mixture(x, router, gate_up, down, experts_per_token, normalize_top_k, first)
-        choice = gpu_experts.Choice(experts_per_token, normalize_top_k)
-        given = x.reshape(rows, -1), router, gate_up, down, choice, first
+        top = gpu_experts.TopK(experts_per_token, normalize_top_k)
+        given = x.reshape(rows, -1), router, gate_up, down, top, first
         return gpu_experts.mixture(*given, interpret=_interpreted()).reshape(-1, *x.shape)
 
     def add_norm(self, x, product, weight, eps):

@@ -7,9 +7,9 @@ the tokens per second rise, and stop at the first that does not pay, though a la
 what is verified then never depends on what was drafted after it; our outputs would be the same either way.
 
 These are functions for whoever schedules rounds. The loop's own shapes are static: a shorter chain or a smaller tree
-inside the same program saves nothing, so a caller has a program for each size that it wants to pay for. `pacing` has,
-and uses the rules of trees. `chain_lengths` is for rounds that pack the rows' tokens together, which ours do not: they
-cost what the longest chain does. Of one row it is `tree_size`.
+inside the same program saves nothing, so a caller has a program for each size that it wants to pay for. `pacing` has
+them, and uses the rules of trees. `chain_lengths` is for rounds that pack all rows' tokens together; ours cost what the
+longest chain costs. For one row it equals `tree_size`.
 """
 
 from __future__ import annotations

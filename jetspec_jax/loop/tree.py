@@ -255,8 +255,8 @@ def candidates(rule: Rule, logits: Float[Array, "B D V"], paired: bool = False) 
     Args:
       rule: how many there are.
       logits: what they are ranked by.
-      paired: whether each parent will have a row of its own. A chain then has as many candidates to choose among as the
-        tree of as many nodes, so that it costs no more and both know the same tokens; else the best one is enough.
+      paired: whether each parent will have a row of its own. A chain then chooses among as many as the usual best-first
+        tree of as many nodes, whatever its builder: it costs no more, and both know the same tokens.
     """
     most = WIDTH["best_first"] if paired and rule.chain else rule.candidates
     # A node can use no more children than the tree has nodes.

@@ -54,7 +54,8 @@ NO_RULE = Rule(None, None)
 STACKED = {"gate_up": 4, "down": 3}  # axes of experts side by side
 
 # Bytes that splitting a layer must spare each device, else a head is repeated on all. Two sums over the devices a layer
-# cost 30 us over NCCL on two H200 (1.1 to 1.4 ms for 72), in which one of them reads as much.
+# cost 20 us over NCCL on two H200 (0.73 ms for 72, docs/devices.md; 30 us in an earlier run), and in 30 us one of them
+# reads as much.
 WORTH = 128 << 20
 
 

@@ -4,13 +4,13 @@ Three to five launches. The router's product; `choose`, a program a row; `lists`
 the expert's rows (left out up to `TILE` rows: one tile of the matrix unit holds all of them, so nothing needs to be
 gathered); gate and up with SwiGLU; down. A program of the last two is one expert and some columns of its weights, and
 multiplies them by the expert's rows alone. How many those are is known on the device only, so a program holds a branch
-a size of tile. Of a single row the programs of gate and up choose by themselves, which costs less than a launch, and
-leave the choice to down. Nothing is sorted, nothing is added atomically: down leaves the k-th experts of all rows as
-the k-th partial sum, and the next operation adds those up in order. Where a device has some of the experts alone, only
-those are visited. The oracle is `moe.feed_forward`.
+a size of tile. Of a single row, where all experts are here, the programs of gate and up choose by themselves, which
+costs less than a launch, and leave the choice to down. Nothing is sorted, nothing is added atomically: down leaves the
+k-th experts of all rows as the k-th partial sum, and the next operation adds those up in order. Where a device has some
+of the experts alone, only those are visited. The oracle is `moe.feed_forward`.
 
 Pallas-Triton, for the reasons that `gpu_attention` gives: a row of a plain step or the four rows that an expert gets of
-a tree fill a sixteenth of the tile that wgmma takes.
+a tree fill at most a sixteenth of the tile that wgmma takes.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ from jetspec_jax.layers.numerics import einsum, power, precision
 
 TILE = 16  # rows of the smallest tile
 TILES = (16, 32, 64)
+MOST = 256  # experts that a program compares pair by pair: the table of pairs lies in its registers
 
 
 class Routed(NamedTuple):
     """Which experts rows are sent to.
 
     weight: [R * k] of each row's experts; None where gate and up choose.
-    found: the rows' experts [R * k]; of more than `TILE` rows what `lists` returns; where gate and up choose, the
-      router's logits [parts, 1, X].
+    found: one array, the rows' experts [R * k]; two, what `lists` returns, of more than `TILE` rows; where `weight` is
+      None one array, the router's logits [parts, 1, X].
     """
 
     weight: jax.Array | None
     found: tuple[jax.Array, ...]
 
 
-class Choice(NamedTuple):
+class TopK(NamedTuple):
     """How rows choose.
 
-    per_row: experts of a row, k.
-    normalize: whether their weights are made to sum to one.
+    experts_per_token: k.
+    normalize: whether a row's weights are made to sum to one.
     """
 
-    per_row: int
+    experts_per_token: int
     normalize: bool
 
 
@@ -70,13 +71,16 @@ class Cuts(NamedTuple):
     down: Cut
 
 
-def supported(hidden: int, inner: int) -> bool:
-    """Whether experts of these sizes split into tiles."""
-    return hidden % 16 == 0 and inner % 16 == 0
+def supported(hidden: int, inner: int, experts: int) -> bool:
+    """Whether experts of these sizes split into tiles, and are few enough to be ranked pair by pair."""
+    return hidden % 16 == 0 and inner % 16 == 0 and experts <= MOST
 
 
 def cuts(rows: int, hidden: int, inner: int, dtype=jnp.bfloat16) -> Cuts:
-    """Returns the cut for `rows` rows of `hidden` numbers and experts of `inner`; an H200 was fastest with it."""
+    """Returns the cut for `rows` rows of `hidden` numbers and experts of `inner`.
+
+    Of those that `bench/moe.py --cuts` tried on an H200 in bfloat16, the best or near it.
+    """
     divisor = lambda size, *sizes: next(s for s in (*sizes, 64, 32, 16) if size % s == 0)
     if jnp.dtype(dtype).itemsize > 2:  # no matrix unit: what a tile adds up is held by few registers
         return Cuts(Cut(divisor(inner, 32), divisor(hidden, 32)), Cut(divisor(hidden, 32), divisor(inner, 32)))
@@ -87,25 +91,25 @@ def cuts(rows: int, hidden: int, inner: int, dtype=jnp.bfloat16) -> Cuts:
     return Cuts(gate_up, Cut(divisor(hidden, 128), divisor(inner, 64)))
 
 
-@functools.partial(jax.jit, static_argnames=("choice", "interpret", "cut"))
+@functools.partial(jax.jit, static_argnames=("top", "interpret", "cut"))
 def mixture(  # noqa: PLR0913  # the weights of a layer, and what is static
     x: Float[Array, "R E"],
     router: Float[Array, "E X"],
     gate_up: Float[Array, "Y E 2 F"],
     down: Float[Array, "Y F E"],
-    choice: Choice,
+    top: TopK,
     first: int | Int[Array, ""] = 0,
     interpret: bool = False,
     cut: Cuts | None = None,
 ) -> Float[Array, "k R E"]:
-    """Returns the weighed results of every row's experts, the most probable first, in f32: partial sums.
+    """Returns the weighted results of every row's experts, the most probable first, in f32: partial sums.
 
     Args:
       x: normed rows.
       router: its probabilities are computed in f32.
       gate_up: gate and up of each expert side by side.
       down: of each expert.
-      choice: how rows choose.
+      top: how rows choose.
       first: where only Y of all X experts are given, which is the first of them; what the others make is zero.
       interpret: runs without a GPU.
       cut: how the products are cut; None is the rule of `cuts`.
@@ -113,15 +117,15 @@ def mixture(  # noqa: PLR0913  # the weights of a layer, and what is static
     rows, hidden = x.shape
     experts, inner = down.shape[:2]
     cut = cut or cuts(rows, hidden, inner, x.dtype)
-    routed, here = route(x, router, experts, choice, first, interpret)
+    routed, here = route(x, router, experts, top, first, interpret)
     weights = gate_up.reshape(experts, hidden, 2 * inner)
-    wide, routed = gate_up_product(x, weights, routed, choice, cut.gate_up, interpret)
-    out = down_product(wide, down, routed, choice, cut.down, interpret)
+    wide, routed = gate_up_product(x, weights, routed, top, cut.gate_up, interpret)
+    out = down_product(wide, down, routed, top, cut.down, interpret)
     return out if here is None else jnp.where(here.T[..., None], out, 0)
 
 
 def route(
-    x: Float[Array, "R E"], router: Float[Array, "E X"], experts: int, choice: Choice,
+    x: Float[Array, "R E"], router: Float[Array, "E X"], experts: int, top: TopK,
     first: int | Int[Array, ""] = 0, interpret: bool = False,
 ) -> tuple[Routed, Bool[Array, "R k"] | None]:  # fmt: skip
     """Returns the experts of every row, and which are among the `experts` from `first` on; None: all are."""
@@ -132,7 +136,7 @@ def route(
     every, here = experts == router.shape[1], None
     if len(x) == 1 and every:
         return Routed(None, (logits,)), None
-    weight, expert = choose(logits, choice, interpret)
+    weight, expert = choose(logits, top, interpret)
     if not every:
         here = (expert >= first) & (expert < first + experts)
         expert = jnp.where(here, expert - first, -1)
@@ -168,12 +172,16 @@ def _odds(logits) -> jax.Array:
     return odds / odds.sum()
 
 
-@functools.partial(jax.jit, static_argnames=("choice", "interpret"))
+@functools.partial(jax.jit, static_argnames=("top", "interpret"))
 def choose(
-    parts: Float[Array, "parts R X"], choice: Choice, interpret: bool = False
+    parts: Float[Array, "parts R X"], top: TopK, interpret: bool = False
 ) -> tuple[Float[Array, "R k"], Int[Array, "R k"]]:
-    """Returns weights and ids of every row's experts, out of partial sums of the router's logits."""
-    rows, count = parts.shape[1], choice.per_row
+    """Returns weights and ids of every row's experts, out of partial sums of the router's logits.
+
+    The most probable first, of equals the one of smaller id. A row that is not finite gets k experts that exist, at
+    NaN.
+    """
+    rows, count = parts.shape[1], top.experts_per_token
 
     def kernel(parts_ref, weight_ref, expert_ref):
         row, place = pl.program_id(0), jnp.arange(power(count))
@@ -181,7 +189,7 @@ def choose(
         hit = _rank(logits)[:, None] == place[None]
         at_places = lambda x: jnp.where(hit, x[:, None], jnp.zeros_like(x)[:, None]).sum(0)
         weight = jnp.where(place < count, at_places(_odds(logits)), 0.0)
-        weight = weight / weight.sum() if choice.normalize else weight
+        weight = weight / weight.sum() if top.normalize else weight
         for ref, value in ((weight_ref, weight), (expert_ref, at_places(jnp.arange(logits.size)))):
             plgpu.store(ref.at[row, pl.ds(0, place.size)], value, mask=place < count)
 
@@ -242,7 +250,7 @@ def _visit(refs, slot, size: tuple[int, int], by_row: bool, visit) -> None:
     """Calls `visit` with every tile of rows of a slot's expert. A slot without one ends after a look.
 
     Args:
-      refs: `Routed.found`, but for logits.
+      refs: `Routed.found`, which here is never logits.
       slot: of the grid.
       size: rows, and experts a row.
       by_row: the slot is a routed row, and the first one of an expert visits it; otherwise the slot is an expert.
@@ -305,17 +313,17 @@ def _dot(x, w):
 
 
 def _slots(rows: int, count: int, experts: int) -> int:
-    """Slots of a grid: as many experts as the rows can choose."""
-    return min(rows * count, experts)
+    """Slots of a grid: every expert where they have lists, else no more than the rows can choose."""
+    return experts if rows > TILE else min(rows * count, experts)
 
 
-def _choose_here(refs, slot, choice: Choice, write: jax.Array, visit) -> None:
+def _choose_here(refs, slot, top: TopK, write: jax.Array, visit) -> None:
     """Calls `visit` with the one row and the slot-th of its experts, and notes that expert and its weight.
 
     Args:
       refs: the router's logits; results: experts [k] and their weights [k].
       slot: of the grid, a place among the row's experts.
-      choice: how rows choose.
+      top: how rows choose.
       write: whether this program is the one that notes.
       visit: takes a `Group`.
     """
@@ -323,31 +331,32 @@ def _choose_here(refs, slot, choice: Choice, write: jax.Array, visit) -> None:
     logits = _logits(logits_ref, jnp.int32(0))
     rank, row = _rank(logits), jnp.arange(TILE)
     expert = jnp.where(rank == slot, jnp.arange(logits.size), 0).sum()
-    visit(Group(expert, row, jnp.where(row == 0, slot, choice.per_row), row == 0))
+    visit(Group(expert, row, jnp.where(row == 0, slot, top.experts_per_token), row == 0))
 
     @pl.when(write)
     def _():
         odds = _odds(logits)
         mine = jnp.where(rank == slot, odds, 0.0).sum()
         expert_ref[slot] = expert
-        weight_ref[slot] = mine / jnp.where(rank < choice.per_row, odds, 0.0).sum() if choice.normalize else mine
+        weight_ref[slot] = mine / jnp.where(rank < top.experts_per_token, odds, 0.0).sum() if top.normalize else mine
 
 
 def gate_up_product(
-    x: Float[Array, "R E"], weights: Float[Array, "Y E _"], routed: Routed, choice: Choice, cut: Cut,
+    x: Float[Array, "R E"], weights: Float[Array, "Y E _"], routed: Routed, top: TopK, cut: Cut,
     interpret: bool = False,
 ) -> tuple[Float[Array, "routed F"], Routed]:  # fmt: skip
-    """Returns silu(x @ gate) * (x @ up) of every row for each of its experts in turn, and which they are.
+    """Returns silu(x @ gate) * (x @ up) of every row for each of its experts in turn, and `routed`, filled in where
+    these programs chose.
 
     Args:
       x: normed rows.
       weights: gate and, after it, up of each expert.
       routed: the rows' experts.
-      choice: how rows choose.
+      top: how rows choose.
       cut: how the product is cut.
       interpret: runs without a GPU.
     """
-    (rows, hidden), (experts, _, both), count = x.shape, weights.shape, choice.per_row
+    (rows, hidden), (experts, _, both), count = x.shape, weights.shape, top.experts_per_token
     wide, depth, warps, stages = cut
     inner, slots, chooses = both // 2, _slots(rows, count, experts), routed.weight is None
 
@@ -369,7 +378,7 @@ def gate_up_product(
             _store(out_ref, group.routed, first + jnp.arange(wide), out, group.live)
 
         if chooses:
-            _choose_here((refs[0], *refs[2:]), pl.program_id(1), choice, pl.program_id(0) == 0, visit)
+            _choose_here((refs[0], *refs[2:]), pl.program_id(1), top, pl.program_id(0) == 0, visit)
         else:
             _visit(refs[: len(routed.found)], pl.program_id(1), (rows, count), slots < experts, visit)
 
@@ -388,7 +397,7 @@ def gate_up_product(
 
 
 def down_product(
-    x: Float[Array, "routed F"], weights: Float[Array, "Y F E"], routed: Routed, choice: Choice, cut: Cut,
+    x: Float[Array, "routed F"], weights: Float[Array, "Y F E"], routed: Routed, top: TopK, cut: Cut,
     interpret: bool = False,
 ) -> Float[Array, "k R E"]:  # fmt: skip
     """Returns x @ down of every routed row, times its weight, in f32.
@@ -397,11 +406,11 @@ def down_product(
       x: the result of `gate_up_product`.
       weights: down of each expert.
       routed: the rows' experts, as `gate_up_product` returns them.
-      choice: how rows choose.
+      top: how rows choose.
       cut: how the product is cut.
       interpret: runs without a GPU.
     """
-    (experts, inner, hidden), count = weights.shape, choice.per_row
+    (experts, inner, hidden), count = weights.shape, top.experts_per_token
     rows, (wide, depth, warps, stages) = len(x) // count, cut
     slots = _slots(rows, count, experts)
 
