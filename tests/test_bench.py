@@ -30,8 +30,8 @@ COMMANDS = {
     "train_step": "--shape tiny --dtype float32 --sequence 64 --anchors 8 --steps 1 --repeats 1 --parts",
     "tree_build": "--vocab 512 --depth 3 --budgets 5 --repeats 1",
 }
-# Not sweep, auto_budget and serve_overhead, which load a target's files (the demo's are a download), nor kernels (a GPU's
-# trace).
+# Not sweep, auto_budget and serve_overhead, which load a target's files (the demo's are a download), nor kernels (a
+# GPU's trace).
 
 pytestmark = pytest.mark.slow
 
