@@ -39,7 +39,7 @@ A30B = (2048, 768, 128, 8)
 SHAPES = {
     "one row": ((1, 64, 48, 8, 2), "spread"),
     "fewer places than experts": ((3, 32, 16, 16, 4), "spread"),
-    "more places than experts": ((7, 64, 32, 6, 3), "half"),
+    "more places than experts": ((7, 64, 32, 6, 3), "spread"),
     "a whole tile": ((16, 32, 32, 8, 2), "spread"),
     "lists of one tile": ((17, 64, 48, 12, 3), "spread"),
     "lists of a middle tile": ((41, 64, 48, 8, 2), "half"),
