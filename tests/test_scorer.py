@@ -120,6 +120,24 @@ def test_sampled_rows_rank_pairs_as_they_rank_tokens():
         np.testing.assert_allclose(told[row], [0.0, *own[1:]], atol=1e-5)
 
 
+def test_a_greedy_row_beside_a_sampled_one_has_the_tree_that_it_has_alone():
+    draw, length = np.random.default_rng(2), jnp.array([10, 5])
+    logits, bias = (jnp.asarray(draw.standard_normal(s), jnp.float32) for s in ((2, 3, tiny.VOCAB), (2, 3, 4, 4)))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def grown(nodes, temperature):
+        past = Past(TOKENS, length, length, jnp.full((2, 1), -1))
+        choice = choose(Sampling(temperature, jnp.arange(2, dtype=jnp.uint32)), past, length < 0, 3, tiny.VOCAB)
+        return choice.tree(Rule(nodes, width=4, sharpness=0.5), logits, jnp.array([9, 6]), adds=lambda _: bias)
+
+    alone, beside = grown(9, None), grown(9, jnp.array([0.0, 1.3]))
+    assert beside.tokens[0].tolist() == alone.tokens[0].tolist()
+    np.testing.assert_allclose(beside.scores.node[0], alone.scores.node[0], atol=1e-5)
+    assert np.abs(beside.scores.node[1] - alone.scores.node[1]).max() > 0.1
+    assert (np.isfinite(foretold(beside)) == beside.valid()).all() and beside.size.tolist() == [9, 6]
+    assert grown(1, None).parents.tolist() == [[-1], [-1]]  # plain decoding has no candidates
+
+
 def greedy_path(logp, token):
     """Tokens of the best child of each node from the root on, and how probable the path is up to each."""
     path, scores, at = [], [], 0

@@ -364,6 +364,18 @@ def test_a_chain_follows_the_best_child_of_each_node(builder, seed, ties):
 
 
 @pytest.mark.parametrize("builder", TABLES)
+def test_children_of_the_root_have_the_first_row_whatever_its_token(builder):
+    """The root's token, 0 here, may be a candidate of the depth below it too."""
+    logp, token = -np.arange(1, 9, dtype=np.float32).reshape(2, 2, 2), np.array([[5, 0], [0, 7]], np.int32)
+    built = jax.device_get(draw_chain(tree.Rule(7, builder, 2), logp, token))
+    place, scores = [0], [0.0]
+    for t, parent, depth in nodes(built)[1:]:
+        place.append(list(token[depth - 1]).index(t))
+        scores.append(scores[parent] + logp[depth - 1, place[parent], place[-1]])
+    assert len(scores) == 7 and built.scores.node[0].tolist() == scores
+
+
+@pytest.mark.parametrize("builder", TABLES)
 def test_equal_rows_are_the_shared_row(builder):
     """A table that says of every parent what one row says: the tree of that row, node for node."""
     draw = np.random.default_rng(5)
