@@ -4,7 +4,7 @@
     python bench/moe.py --shape qwen3-30b-a3b --rows 1 64 --cuts
 
 `ragged` is plain XLA (what prompts and training use), `kernel` the kernels with the cut of the rule, each with the add
-and norm after it; below it are its pieces: `route` (router, top, lists), `gate_up`, `down`. `--cuts` tries every
+and norm after it; below it are its pieces: `route` (router, choice, lists), `gate_up`, `down`. `--cuts` tries every
 other cut of the two products as well, after all rows have their first figures, and prints the best. Times are of one
 layer, in a loop that visits `--layers` layers with weights and routing of their own: together they are many times the
 L2 cache. The floor is the time to read the experts that the rows of that layer really chose, once, or to multiply by
@@ -198,10 +198,7 @@ class Mixture:
         """One part of the kernels, and for each layer what comes to it from the part before."""
         m, rows = self.moe, x.shape[1]
         experts, inner, top = m.num_experts, m.intermediate_size, self.top
-        usual, here = (
-            gpu_experts.cuts(rows, self.hidden, inner, x.dtype),
-            jax.default_backend() != "gpu",
-        )
+        usual, here = gpu_experts.cuts(rows, self.hidden, inner, x.dtype), jax.default_backend() != "gpu"
 
         def route(x, layer):
             return gpu_experts.route(x[0], layer["router"], experts, top, interpret=here)[0]
