@@ -112,7 +112,11 @@ class Settings:
     scorer_rank: int = _number(0, "rank of a scorer beside a block head; 0: it gets none", 0, MOST_SIZE)
     scorer_width: int = _number(0, "width of the SwiGLU of its parents; 0: they are a product", 0, MOST_SIZE)
     scorer_parents: str = _one_of(
-        "text", "what it learns from: the text's tokens, or those of other places (a control)", "text", "others"
+        "text",
+        "what it learns from: the text's tokens, drafted ones too, or those of other places (a control)",
+        "text",
+        "drafted",
+        "others",
     )
     frozen_head: bool = _key(False, "train the scorer alone, beside the head of init_head")
     init_head: str = _key("", "a head to go on from, instead of random parameters")
