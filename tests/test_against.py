@@ -75,6 +75,19 @@ def test_of_several_like_cells_the_one_of_the_same_name_is_meant():
         against.of(run(own), run(*mates, **cells(*mates)))
 
 
+def test_seeds_together_are_drawn_by_prompt():
+    """Both seeds of a prompt come and go together: the ratio of every prompt is 3, whichever are drawn."""
+    other = run(*(tree([n - 1] * 2, 2.0, prompt=i) for i, n in enumerate((1, 4))))
+    seeds = [run(*(tree([k * n - 1] * 2, k * 1.0, prompt=i) for i, n in enumerate((1, 4)))) for k in (2, 4)]
+    seeds[1].requests.append(tree([7], 1.0, **B))  # of one seed alone
+    (found,) = against.of(against.together(seeds), other)
+    assert found.prompts == 2 and found.by_set["a"] == pytest.approx(3)
+    assert found.interval == pytest.approx((3, 3))
+    assert found.faster == pytest.approx((4 / 10) / (12 / 60))
+    with pytest.raises(ConfigError, match="--table: files of different dtype"):
+        against.together([seeds[0], run(dtype="float32")])
+
+
 def test_what_is_no_pair_is_refused():
     one = run(tree([2], 1.0))
     with pytest.raises(ConfigError, match="different dtype"):
@@ -89,4 +102,8 @@ def test_the_table_and_its_command(tmp_path, capsys):
     assert compare.main(words) == 0
     row = capsys.readouterr().out.splitlines()[2]
     assert row == "| jetspec tree 8 | 0 | 1 | 2.00 | - | 2.00 [2.00, 2.00] | 2.00 |"
+    assert compare.main([words[0], words[1], words[3], *words[2:]]) == 0
+    assert [line.split(" | ")[::7] for line in capsys.readouterr().out.splitlines()[2:5]] == [
+        ["| one", "2.00 |"], ["| two", "1.00 |"], ["| all files", "1.50 |"],
+    ]  # fmt: skip
     assert compare.main([*words, "--overview"]) == 2 and "nothing else" in capsys.readouterr().err

@@ -1,11 +1,13 @@
 """One comparison against another, cell by cell: how many times as long the paths are, and how many times as fast.
 
 Requests are paired by prompt and temperature, cells by method, shape and nodes. So two heads of a family meet over the
-same prompts, or one head with and without its scorer.
+same prompts, or one head with and without its scorer. Several comparisons, of as many seeds, stand below each other and
+then together.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -19,6 +21,7 @@ from jetspec_jax.evals.summary import TOTAL
 from jetspec_jax.fields import ConfigError, shown
 
 Pair = tuple[Request, Request]
+SEEDS = "all files"  # the name of several together
 NOTES = """\
 Ratios over the prompts that both have. Acceptance length: tokens a round gave out, pooled over rounds; in brackets the
 95 % interval over all prompts, which are drawn in pairs (bootstrap). Times as fast: decode time per token, pooled."""
@@ -41,11 +44,7 @@ def of(run: Run, other: Run) -> list[Ratios]:
     Raises:
       ConfigError: they differ in what their figures depend on, have no request in common, or a cell has several likes.
     """
-    for name in summary.SAME:
-        own, its = run.settings.get(name), other.settings.get(name)
-        if own != its:
-            where, a, b = parted(name, own, its)
-            raise ConfigError(f"--against: files of different {where}, {shown(a)} and {shown(b)}")
+    _alike(run, other, "--against")
     sets, temperatures, cells = summary.grid(run.settings)
     others, found = summary.grid(other.settings)[2], []
     for heat, cell in itertools.product(temperatures, cells):
@@ -63,18 +62,56 @@ def of(run: Run, other: Run) -> list[Ratios]:
     return found
 
 
-def markdown(run: Run, other: Run) -> str:
-    """Returns the rows as a table."""
-    rows = []
-    for one in of(run, other):
-        *single, total = one.by_set.values()
-        low, high = one.interval
-        rows.append([
-            str(one.cell), f"{one.temperature:g}", str(one.prompts), *map(tables.number, single),
-            f"{tables.number(total)} [{low:.2f}, {high:.2f}]", tables.number(one.faster),
-        ])  # fmt: skip
-    names = ["cell", "T", "prompts", *summary.grid(run.settings)[0], TOTAL, "times as fast"]
+def together(runs: Sequence[Run]) -> Run:
+    """Returns several comparisons as one: each prompt's requests of a cell are one request, whose rounds are theirs.
+
+    Prompts and cells that one of them lacks are left out.
+
+    Raises:
+      ConfigError: they differ in what their figures depend on.
+    """
+    first = runs[0]
+    for run in runs[1:]:
+        _alike(first, run, "--table")
+    likes = [{r.key: r for r in run.requests} for run in runs]
+    merged = []
+    for key in likes[0]:
+        same = [like[key] for like in likes if key in like]
+        if len(same) == len(runs):
+            steps = sum(r.new_tokens - 1 for r in same)  # the first token came with the prompt
+            joined = dataclasses.replace(
+                same[0], new_tokens=1 + steps, rounds=sum(r.rounds for r in same), decode=sum(r.decode for r in same),
+                emitted=tuple(itertools.chain.from_iterable(r.emitted for r in same)),
+            )  # fmt: skip
+            merged.append(joined)
+    return Run(first.settings, merged)
+
+
+def markdown(runs: Mapping[str, Run], other: Run) -> str:
+    """Returns the rows of each of these comparisons against the other as a table, and of all of them together."""
+    several, rows = len(runs) > 1, []
+    parts = [*runs.items(), *([(SEEDS, together([*runs.values()]))] if several else [])]
+    for name, run in parts:
+        for one in of(run, other):
+            *single, total = one.by_set.values()
+            low, high = one.interval
+            rows.append([
+                *([name] if several else []), str(one.cell), f"{one.temperature:g}", str(one.prompts),
+                *map(tables.number, single), f"{tables.number(total)} [{low:.2f}, {high:.2f}]",
+                tables.number(one.faster),
+            ])  # fmt: skip
+    sets = summary.grid(next(iter(runs.values())).settings)[0]
+    names = [*(["file"] if several else []), "cell", "T", "prompts", *sets, TOTAL, "times as fast"]
     return f"{tables.table(names, rows)}\n\n{NOTES}\n"
+
+
+def _alike(run: Run, other: Run, option: str) -> None:
+    """Raises ConfigError where they differ in what their figures depend on."""
+    for name in summary.SAME:
+        own, its = run.settings.get(name), other.settings.get(name)
+        if own != its:
+            where, a, b = parted(name, own, its)
+            raise ConfigError(f"{option}: files of different {where}, {shown(a)} and {shown(b)}")
 
 
 def _like(cell: Cell, others: Sequence[Cell]) -> Cell | None:

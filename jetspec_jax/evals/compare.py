@@ -246,8 +246,8 @@ LINE = command.Line(
                metavar="FILE.jsonl"),
         Option("overview", "flag", "With --table: tables of all sets beside each other, for each temperature; several "
                "files of one target and the same prompts and options are one comparison.", False),
-        Option("against", "text", "With --table of one file: that comparison against this other one, cell by cell, "
-               "over the prompts that both have.", metavar="FILE.jsonl"),
+        Option("against", "text", "With --table: these comparisons against this other one, cell by cell, over the "
+               "prompts that both have; several, of as many seeds, also together.", metavar="FILE.jsonl"),
         Option("svg", "text", "Also draw the figures into this file; of one comparison.", metavar="FILE.svg"),
         command.TARGET,
         Option("drafters", "text", f"Drafters, METHOD or METHOD=HEAD_FOLDER of {', '.join(drafters.METHODS)}; plain "
@@ -280,15 +280,16 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError("--overview: it is of files; give them with --table")
     if args.table and (more := sorted(args.given - {"table", "overview", "against", "svg"})):
         raise UsageError(f"--{more[0]} with --table: nothing is decoded; leave it out")
-    if args.against and (len(args.table) != 1 or args.overview or args.svg):
-        raise UsageError("--against: it is of two files; give the first with --table, and nothing else")
+    if args.against and (not args.table or args.overview or args.svg):
+        raise UsageError("--against: it is for files; give them with --table, and nothing else")
     if args.svg and len(args.table) > 1 and not args.overview:
         raise UsageError(
             f"--svg with {len(args.table)} files: it draws one comparison; give one --table, or --overview"
         )
     command.writable("svg", args.svg)  # before the work, which may take hours
     if args.against:
-        print(against.markdown(ledger.read(args.table[0]), ledger.read(args.against)))
+        runs = {pathlib.Path(path).stem: ledger.read(path) for path in args.table}
+        print(against.markdown(runs, ledger.read(args.against)))
         return 0
     if args.table and args.overview:
         found = summary.joined([summary.of(ledger.read(path)) for path in args.table])
