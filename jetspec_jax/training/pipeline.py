@@ -103,8 +103,7 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
         return True
     packed, judged = _sequences(config, found, log)
     if config.counted:
-        _count(config, workdir, target, head, packed, found.counts, log)
-        return True
+        return _count(config, workdir, target, head, packed, found.counts, log)
 
     # ---- what is learnt is settled
     if config.features == "memory":
@@ -157,14 +156,15 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
     return at == steps
 
 
-def _count(config: Settings, workdir: Path, target, head, packed: Packed, counts: dict[str, Any], log: Log) -> None:
-    """Writes the head of `init_head` with a scorer of counts beside it, and decodes with it where that is asked for."""
+def _count(config: Settings, workdir: Path, target, head, packed: Packed, counts: dict[str, Any], log: Log) -> bool:
+    """Writes the head of `init_head` with counts beside it, decodes with it if asked to; then all is done."""
     if jax.process_index() == 0:
         counting.write(workdir / "head", load.find(config.init_head), head, packed, config, counts)
     spread.meet("counts")
     log(f"counts: {workdir / 'head'}, out of {int(packed.paired.sum()):,} pairs of tokens")
     if config.decode_prompts:
         _decode(config, workdir, target, log)
+    return True
 
 
 def _sequences(config: Settings, found: gather.Examples, log: Log) -> tuple[Packed, Packed | None]:
