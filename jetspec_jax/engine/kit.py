@@ -41,7 +41,7 @@ SETS: tuple[Set, ...] = (Set(), SAMPLED, ALL)  # of options, each a program of a
 WORDS = Words(bias=304, bad=16, tokens=8)  # of a row at most; OpenAI's interface has 300 biased tokens
 ENDS = 16
 TOP = 20  # most probable tokens beside a committed one
-COMPILERS = min(4, os.cpu_count() or 1)  # programs that are made at the same time: most of it runs on one core
+COMPILERS = min(8, os.cpu_count() or 1)  # programs that are made at the same time: most of it runs on one core
 MEASURED_SECONDS, MEASURED_ROUNDS, PASSES = 0.1, 16, 3  # of rounds in one measured launch; launches of each size
 
 

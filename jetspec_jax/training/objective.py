@@ -22,6 +22,7 @@ class Questions(NamedTuple):
     inputs: Any  # arrays that the family's forward reads beside the features
     label: Int[Array, "B A D"]  # index in the sequence of the token that a slot is to draft, at least 1
     weight: Float[Array, "B A D"]  # of a slot in the loss; 0 where the text holds no such token
+    taught: Int[Array, "B A D"] | None = None  # row of `Features.final` that teaches a slot; None: label - 1
 
 
 @runtime_checkable

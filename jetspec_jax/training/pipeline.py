@@ -106,8 +106,7 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
         return _count(config, workdir, target, head, packed, found.counts, log)
 
     # ---- what is learnt is settled
-    if config.features == "memory":
-        packed = _fitting(packed, target, head, mesh, log)
+    packed = _fitting(packed, target, head, mesh, log) if config.features == "memory" else packed
     steps = config.steps or math.ceil(config.epochs * len(packed.tokens) / config.batch)
     begun = any_saved(workdir / "train")
     decided = learns.decide(head, packed)

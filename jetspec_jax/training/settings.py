@@ -115,7 +115,11 @@ class Settings:
     )
     scorer_width: int = _number(0, "width of the SwiGLU of its parents; 0: they are of another kind", 0, MOST_SIZE)
     scorer_parents: str = _one_of(
-        "text", "what it learns from: the text's tokens, or those of other places (a control)", "text", "others"
+        "text",
+        "what it learns from: the text's tokens, drafted ones too, or those of other places (a control)",
+        "text",
+        "drafted",
+        "others",
     )
     scorer_kind: str = _one_of(
         "", "its kind; '' is swiglu where it has a width, else product; counts take no steps",

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float
 
-from jetspec_jax.training import losses, teacher
+from jetspec_jax.training import losses, siblings, teacher
 from jetspec_jax.training.data.batches import Batch
 from jetspec_jax.training.objective import Questions
 from jetspec_jax.training.recipe import Recipe
@@ -78,6 +78,11 @@ def update(
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(number * width + jnp.arange(width))
         features = _features(recipe, target_params, part)
         asked = recipe.learns.draw(recipe, target_params, part, keys)
+        if recipe.scorer_parents == "drafted":
+            more = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys)
+            features, asked = siblings.drafted(
+                recipe, target_params, scale, state.params, part, features, asked, more
+            )  # fmt: skip
         return _gradient(recipe, target_params, scale, state.params, part, features, asked)
 
     if parts == 1:
@@ -170,8 +175,9 @@ def _gradient(recipe: Recipe, target_params, scale, params, part: Batch, feature
     flat = lambda x: x.reshape(batch, -1, x.shape[-1])
     drafted = drafted._replace(terms=tuple(dataclasses.replace(t, rows=flat(t.rows)) for t in drafted.terms))
     label = asked.label.reshape(batch, -1)
+    taught = label - 1 if asked.taught is None else asked.taught.reshape(batch, -1)
     rows = losses.Rows(
-        teacher=jnp.take_along_axis(features.final, label[..., None] - 1, 1),
+        teacher=jnp.take_along_axis(features.final, taught[..., None], 1),
         label=jnp.take_along_axis(part.tokens, label, 1),
         weight=weight.reshape(label.shape),
     )

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jetspec_jax.layers.attention import attend
+from jetspec_jax.models.layer import Ran
 from jetspec_jax.models.qwen3 import Qwen3Target
 
 
@@ -33,15 +34,39 @@ def run(
 
     position: within the document. attention: "xla", or "cudnn" for the fused kernel of NVIDIA GPUs (16-bit only).
     """
+    ran = _run(target, params, tokens, document, position, visible(document), attention)
+    return Features(jnp.concatenate([ran.streams[i] for i in taps], axis=-1), ran.hidden)
+
+
+def after(
+    target: Qwen3Target,
+    params: dict,
+    tokens: Int[Array, "B S"],
+    others: Int[Array, "B S"],
+    document: Int[Array, "B S"],
+    position: Int[Array, "B S"],
+    attention: str = "xla",
+) -> Float[Array, "B S E"]:
+    """Returns the final hidden states of `others`, each in the place of one token of the text, after those before it.
+
+    Text and others run side by side: an other sees what the text's token sees in its place, and itself.
+    """
+    twice = lambda x: jnp.concatenate([x, x], axis=1)
+    seen, itself = visible(document), jnp.eye(tokens.shape[1], dtype=bool)
+    mask = jnp.block([[seen, jnp.zeros_like(seen)], [seen & ~itself, jnp.broadcast_to(itself, seen.shape)]])
+    both = jnp.concatenate([tokens, others], axis=1)
+    return _run(target, params, both, twice(document), twice(position), mask, attention).hidden[:, tokens.shape[1] :]
+
+
+def _run(target: Qwen3Target, params, tokens, document, position, mask: Bool[Array, "B R R"], attention: str) -> Ran:
+    """mask: none of it above the diagonal."""
     model = nnx.merge(target.graphdef, nnx.State(params))
-    mask = visible(document)
 
     def own(_, q, kv):
         return fused(q, *kv, mask, True) if attention == "cudnn" else attend(q, kv, mask), None
 
     x = jnp.where((document > 0)[..., None], model.embed(tokens), 0)  # the padding token's embedding may be NaN
-    ran = model.run(x, model.angles(position), own)
-    return Features(jnp.concatenate([ran.streams[i] for i in taps], axis=-1), ran.hidden)
+    return model.run(x, model.angles(position), own)
 
 
 def unembedding(params: dict) -> jax.Array:

@@ -173,7 +173,7 @@ def blocks(recipe: Recipe, target_params, part: Batch, anchors: Anchors, gamma: 
     depth = recipe.head.depth
     tokens = jnp.take_along_axis(part.tokens, anchors.position, 1)[..., None]
     label = anchor_rules.labels(anchors, part.tokens.shape[1], depth)
-    given = before(part, label) if recipe.head.scorer_rank else None
+    given = before(part, label) if recipe.head.scorer_rank else None  # `siblings` puts drafted ones among them
     if given is not None and recipe.scorer_parents == "others":
         given = jnp.roll(given, 1, axis=1)  # of the block before: tokens of the same kind that say nothing
     added = ((0, 0), (0, 0), (0, recipe.head.block_size - 1))
@@ -255,7 +255,8 @@ def describe(recipe: Recipe) -> dict[str, str]:
     said = {"block": block, "depth weight in training": f"gamma {recipe.gamma:g}"}
     alone = ", trained beside a head that stayed as it was" if recipe.frozen_head else ""
     inner = f", SwiGLU of width {c.scorer_width}" if c.scorer_width else f", {c.scorer}"
-    other = ", taught by tokens of other places (a control)" if recipe.scorer_parents == "others" else ""
+    others = {"drafted": ", by drafted tokens too", "others": ", taught by tokens of other places (a control)"}
+    other = others.get(recipe.scorer_parents, "")
     return said | ({"scorer": f"rank {c.scorer_rank}{inner}{alone}{other}"} if c.scorer_rank else {})
 
 
