@@ -35,13 +35,12 @@ class Packed(NamedTuple):
     @property
     def paired(self) -> np.ndarray:
         """[M, S - 1] bool: a token and the next one are learnt in one document."""
-        same = np.equal(self.document[:, :-1], self.document[:, 1:])
-        return self.learnt[:, :-1] & self.learnt[:, 1:] & same
+        return self.learnt[:, :-1] & self.learnt[:, 1:] & (self.document[:, :-1] == self.document[:, 1:])
 
     @property
     def anchored(self) -> np.ndarray:
         """[M] bool: a block can start somewhere in the sequence."""
-        return self.paired.any(1)
+        return np.any(self.paired, axis=1)
 
 
 def pack(examples: list[Example], length: int) -> Packed:
