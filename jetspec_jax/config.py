@@ -142,7 +142,8 @@ class HeadConfig:
     """A JetSpec or DFlash draft head: a small stack without embedding and lm_head (both borrowed from the target).
 
     scorer_rank: of the scorer beside it (`drafts/scorer.py`), which no published file has; 0: there is none.
-    scorer_width: of the SwiGLU of its parents; 0: they are a product.
+    scorer_width: of the SwiGLU of its parents; 0: they are of another kind.
+    scorer_kind: a key of `drafts.scorer.KINDS`; "": the width tells.
     """
 
     vocab_size: int
@@ -164,6 +165,7 @@ class HeadConfig:
     rope_scaling: RopeScaling | None = None
     scorer_rank: int = 0
     scorer_width: int = 0
+    scorer_kind: str = ""
 
     moe = None  # a head is dense; `models.layer.Layer` reads these two of any configuration
     qk_norm = True
@@ -182,6 +184,11 @@ class HeadConfig:
     def depth(self) -> int:
         """Positions drafted a round: the block without its anchor."""
         return self.block_size - 1
+
+    @property
+    def scorer(self) -> str:
+        """Kind of the scorer, where there is one."""
+        return self.scorer_kind or ("swiglu" if self.scorer_width else "product")
 
     @property
     def usual_taps(self) -> tuple[int, ...]:

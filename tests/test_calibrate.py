@@ -227,7 +227,7 @@ def test_what_a_scorer_adds_is_divided_too():
 
         def wanted(share):
             found = trees.candidates(draft.rule, ends.logits(hidden) / over)
-            bias = scorer.bias(params["scorer"], hidden, ends.embed(found.token)) / share
+            bias = scorer.bias(params["scorer"], hidden, found.token, ends.embed(found.token)) / share
             return trees.drawn(draft.rule, trees.conditioned(found, bias), choice.anchor, length + 30)
 
         return tree, wanted(over[..., None]), wanted(1.0)

@@ -1,10 +1,12 @@
 """Configurations in every spelling, heads that do not fit, dtypes, end tokens, and one line for every mistake."""
 
+import dataclasses
 import json
 import os
 import pathlib
 import shutil
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -491,6 +493,9 @@ def test_values_of_a_wrong_type_are_one_line(tmp_path, change):
 
 SCORER = {"version": 1, "kind": "product", "rank": 3}
 WHOLE = {name: np.ones((32, 3), np.float32) for name in ("parent", "gate", "child")}
+COUNTED = dict.fromkeys(WHOLE) | {
+    "next": np.zeros((96, 3), np.int32), "lift": np.ones((96, 3), np.int16), "strength": np.ones(4, np.float32),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -500,7 +505,12 @@ WHOLE = {name: np.ones((32, 3), np.float32) for name in ("parent", "gate", "chil
         ({"rank": 4}, {}, "has shape [32, 3], but config.json asks for [32, 4]"),
         ({"rank": None}, {}, "rank is None"),
         ({"kind": "swiglu"}, {}, "width is None"),
-        ({"kind": "sum"}, {}, "known is version 1, product or swiglu"),
+        ({"kind": "sum"}, {}, "known is version 1, one of product, swiglu, pairs, markov, counts"),
+        ({"kind": "pairs"}, {}, "gate is of another kind than pairs"),
+        ({"kind": "markov"}, {}, "2 tensors are missing: w1, w2"),
+        ({"kind": "counts"}, COUNTED | {"strength": np.ones(9, np.float32)}, "strength has shape [9]"),
+        ({"kind": "counts"}, COUNTED | {"next": np.zeros((96, 2), np.int32)}, "next has shape [96, 2]"),
+        ({"kind": "counts"}, COUNTED | {"lift": np.zeros((96, 3), np.float32)}, "whole numbers are needed"),
         ({"version": 2}, {}, "version 2"),
         ({"head_fingerprint": "0"}, {}, "the scorer of another head"),
         ({}, {"child": np.ones((32, 3), np.int32)}, "only unquantised floats"),
@@ -524,14 +534,19 @@ def test_a_scorer_that_is_not_whole_is_one_line(tmp_path, said, tensors, line):
 
 def test_a_scorer_is_read_as_it_was_written(tmp_path, target, capsys):
     make_head(tmp_path / "head")
-    for inner in (0, 5):
-        written = tiny.random_like(scorer.shapes(32, 3, inner, np.float32), 1)
+    bare = load.load_head(tmp_path / "head", target)
+    for kind in (*scorer.KINDS, "product"):
+        inner = 5 * (kind == "swiglu")
+        config = dataclasses.replace(bare.config, scorer_rank=3, scorer_width=inner, scorer_kind=kind)
+        shapes = scorer.shapes(config, np.float32)
+        drawn = tiny.random_like({k: jax.ShapeDtypeStruct(x.shape, np.float32) for k, x in shapes.items()}, 1)
+        written = {name: (9 * x).astype(shapes[name].dtype) for name, x in drawn.items()}
         scorer_file.save(tmp_path / "head", written)
         head = load.load_head(tmp_path / "head", target)
-        assert (head.config.scorer_rank, head.config.scorer_width) == (3, inner)
-        assert head.params["scorer"].keys() == written.keys()
+        assert head.config == config and head.params["scorer"].keys() == written.keys()
         for name, x in written.items():
             np.testing.assert_array_equal(head.params["scorer"][name], x)
+            assert head.params["scorer"][name].dtype == x.dtype
     path = tmp_path / "head" / scorer_file.FOLDER / checkpoint.SINGLE
     save_file(load_file(path) | {"odd": np.zeros(2, np.float32)}, path)
     load.load_head(tmp_path / "head", target)

@@ -12,7 +12,7 @@ import tiny
 
 from jetspec_jax import speculate
 from jetspec_jax.config import SamplingConfig, TreeConfig
-from jetspec_jax.drafts import scorer
+from jetspec_jax.drafts import counts, scorer
 from jetspec_jax.evals import draw, trace
 from jetspec_jax.loop.choice import NOISE_SHARE, choose, noise_rows
 from jetspec_jax.loop.contracts import Ends
@@ -50,19 +50,25 @@ def table(params, hidden, logits, width: int, scale: float = 1.0, noise=0.0, tok
     normed = lambda x: x / np.sqrt((x * x).mean(-1, keepdims=True) + scorer.EPS)
     rows, slots = normed(np.asarray(EMBED, np.float64)), normed(hidden)
 
-    def parent(row, slot):
-        if "down" not in p:
-            return (row @ p["parent"]) * (1 + slot @ p["gate"])
-        gate, up = np.split(slot @ p["slot"] + row @ p["parent"], 2)
-        return (gate / (1 + np.exp(-gate)) * up) @ p["down"]
+    def parent(a, slot):
+        if "down" in p:
+            gate, up = np.split(slot @ p["slot"] + rows[a] @ p["parent"], 2)
+            return (gate / (1 + np.exp(-gate)) * up) @ p["down"]
+        return (rows[a] @ p["parent"]) * (1 + slot @ p["gate"] if "gate" in p else 1)
+
+    def bias(d, a, slot):
+        if "lift" in p:
+            return [p["strength"][d] * p["lift"][a][p["next"][a] == b].sum() / 256 for b in token[d]]
+        if "w1" in p:
+            return p["w2"][token[d]] @ p["w1"][a]
+        return (rows[token[d]] @ p["child"]) @ parent(a, slot)
 
     found = np.zeros((len(logits), width, width))
     for d in range(len(logits)):
         for a in range(width):
             raised = logits[d].copy()
             if d:
-                left = parent(rows[token[d - 1, a]], slots[d])
-                raised[token[d]] += scale * (rows[token[d]] @ p["child"]) @ left
+                raised[token[d]] += scale * np.asarray(bias(d, token[d - 1, a], slots[d]))
             found[d, a] = (raised - np.log(np.exp(raised - raised.max()).sum()) - raised.max())[token[d]]
     return found, token
 
@@ -70,10 +76,15 @@ def table(params, hidden, logits, width: int, scale: float = 1.0, noise=0.0, tok
 @pytest.mark.parametrize(
     "builder, reference", [("best_first", oracles.best_first), ("accum_logp", oracles.accum_logp_table)]
 )
-@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("inner", [0, INNER])
-def test_trees_are_those_of_recomputed_rows(builder, reference, causal, inner):
-    head = tiny.scored(causal, inner=inner)
+@pytest.mark.parametrize(
+    "causal, kind",
+    [
+        *((True, kind) for kind in scorer.KINDS),
+        *(pytest.param(False, kind, marks=pytest.mark.slow) for kind in ("product", "swiglu")),
+    ],
+)
+def test_trees_are_those_of_recomputed_rows(builder, reference, causal, kind):
+    head = tiny.scored(causal, inner=INNER * (kind == "swiglu"), kind=kind)
     tree, hidden = propose(head.draft.shaped(Rule(12, builder, 4), 4), head.params)
     told = foretold(tree)
     for row in range(2):
@@ -95,12 +106,53 @@ def test_trees_are_those_of_recomputed_rows(builder, reference, causal, inner):
             np.testing.assert_allclose(tree.scores.spine[row, d], best.max(), atol=1e-5)
 
 
-@pytest.mark.parametrize("inner", [0, INNER])
-def test_rows_of_parents_have_the_dtype_of_the_head(inner):
-    """So that the product with the children is one of 16 bits too."""
+@pytest.mark.parametrize("kind", [kind for kind in scorer.KINDS if kind != "counts"])
+def test_rows_of_parents_and_children_have_the_dtype_of_the_head(kind):
+    """So that their product is one of 16 bits too."""
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    found = jax.eval_shape(scorer.parents, scorer.shapes(16, RANK, inner, jnp.bfloat16), of(4, 1, 16), of(4, 3, 16))
-    assert found.shape == (4, 3, RANK) and found.dtype == jnp.bfloat16
+    shapes = scorer.shapes(
+        tiny.scored(inner=INNER * (kind == "swiglu"), rank=RANK, kind=kind).draft.config, jnp.bfloat16
+    )
+    token = jax.ShapeDtypeStruct((4, 3), jnp.int32)
+    above = jax.eval_shape(scorer.parents, shapes, of(4, 1, 16), token, of(4, 3, 16))
+    below = jax.eval_shape(scorer.children, shapes, token, of(4, 3, 16))
+    assert above.shape == below.shape == (4, 3, RANK) and above.dtype == below.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("kind, slots", [("product", True), ("pairs", False), ("markov", False), ("counts", False)])
+def test_what_is_blind_to_the_slot(kind, slots):
+    draw, params = np.random.default_rng(1), tiny.scored(kind=kind).params["scorer"]
+    token = jnp.asarray(draw.integers(0, tiny.VOCAB, (1, 4, 6)))
+    slots_of = lambda: jnp.asarray(draw.standard_normal((1, 4, 16)), jnp.float32)
+    one, other = (scorer.bias(params, slots_of(), token, EMBED[token]) for _ in range(2))
+    assert np.abs(one[:, 1:]).max() > 0.1 and not one[:, 0].any()
+    assert (one != other).any() == slots
+
+
+def test_counts_are_those_of_the_most_lifted_pairs():
+    """Three tokens; 1 after 0 seven times of eight, and so on: lifts by hand, in steps, the unlifted left out."""
+    above, below = np.array([0] * 8 + [1] * 6 + [2] * 2), np.array([1] * 7 + [2] + [2, 2, 0, 0, 0, 1] + [0, 2])
+    config = dataclasses.replace(tiny.head_config(True), vocab_size=4, mask_token_id=3, scorer_rank=1)
+    found = counts.count(above, below, config, 0.75)
+    step = lambda together, expected: round(256 * np.log((together + 1) / (expected + 1)))
+    # Tokens 0, 1, 2 are the first of 8, 6, 2 of the 16 pairs and the second of 4, 8, 4.
+    assert found["next"][:, 0].tolist() == [1, 0, 0, 0]
+    assert found["lift"][:, 0].tolist() == [step(7, 8 * 8 / 16), step(3, 6 * 4 / 16), step(1, 2 * 4 / 16), 0]
+    assert found["strength"].tolist() == [0.75] * config.depth
+    more = counts.count(above, below, dataclasses.replace(config, scorer_rank=3), 0.75)
+    assert more["next"][:3].tolist() == [[1, 0, 0], [0, 2, 0], [0, 2, 0]]
+    assert (more["lift"][:3] > 0).tolist() == [[True, False, False], [True, True, False], [True, True, False]]
+    none = counts.count(above[:0], below[:0], config, 0.5)
+    assert not none["lift"].any()
+
+
+def test_few_pairs_lift_less_than_many():
+    """A pair seen once says less than one seen a hundred times, though neither first token has another next one."""
+    filler = np.repeat(np.arange(8, 20), 50)
+    above, below = (np.concatenate([[a], [b] * 100, filler]) for a, b in ((0, 2), (1, 3)))
+    config = dataclasses.replace(tiny.head_config(True), vocab_size=20, mask_token_id=19, scorer_rank=2)
+    lift = counts.count(above, below, config, 1.0)["lift"]
+    assert 0 < lift[0, 0] < 256 < lift[2, 0]
 
 
 def test_sampled_rows_rank_pairs_as_they_rank_tokens():
@@ -183,9 +235,21 @@ def test_a_chain_is_the_greedy_path_through_the_rows_of_its_nodes(causal, inner,
 
 
 @pytest.mark.parametrize("width", [4, 1])
-@pytest.mark.parametrize("builder, inner", [("best_first", 0), ("accum_logp", INNER)])
-def test_a_new_scorer_changes_no_tree(builder, inner, width):
-    new, bare, own = tiny.scored(child=0.0, inner=inner), tiny.head(True), tiny.scored()
+@pytest.mark.parametrize(
+    "builder, inner, kind",
+    [
+        ("best_first", 0, "product"),
+        ("accum_logp", INNER, "swiglu"),
+        ("best_first", 0, "pairs"),
+        ("best_first", 0, "markov"),
+    ],
+)
+def test_a_new_scorer_changes_no_tree(builder, inner, kind, width):
+    new, bare, own = (
+        tiny.scored(child=0.0, inner=inner, kind=kind),
+        tiny.head(True),
+        tiny.scored(kind=kind, inner=inner),
+    )
     rule = Rule(12, builder, width)
     one, _ = propose(new.draft.shaped(rule, 4), new.params)
     other, _ = propose(bare.draft.shaped(rule, 4), bare.params)
@@ -212,11 +276,21 @@ MORE = [(GREEDY, [TreeConfig(8, width=3, builder="accum_logp"), CHAIN])]
 
 @pytest.mark.parametrize("cases", [DECODED, pytest.param(MORE, marks=pytest.mark.slow)], ids=["usual", "more"])
 def test_decoding_with_it_is_plain_decoding(cases):
+    decoded(tiny.scored(), cases)
+
+
+@pytest.mark.parametrize("kind", ["pairs", "markov", "counts"])
+def test_decoding_with_any_kind_is_plain_decoding(kind):
+    decoded(tiny.scored(kind=kind), [(GREEDY, [TreeConfig(8)])])
+
+
+def decoded(head, cases):
+    """Asserts it, with trees that are the head's own."""
     target, prompts = tiny.target("dense"), [[5, 6, 7], [9, 3]]
     for options, trees in cases:
         plain = speculate.generate(target, None, prompts, None, options)
         for tree in trees:
-            found = speculate.generate(target, tiny.scored(), prompts, tree, options)
+            found = speculate.generate(target, head, prompts, tree, options)
             assert [r.token_ids for r in found] == [r.token_ids for r in plain]
             assert all(r.rounds for r in found)
             sizes = {size for r in found for size in r.tree_sizes}

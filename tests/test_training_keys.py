@@ -17,7 +17,7 @@ from small import HEAD, RUN, WIDTH, Letters, batch, random_examples, target
 from jetspec_jax.config import ConfigError
 from jetspec_jax.evals import acceptance
 from jetspec_jax.files import load
-from jetspec_jax.training import export, features, loop, pipeline, regenerate, settings, step
+from jetspec_jax.training import counting, export, features, loop, pipeline, regenerate, settings, step
 from jetspec_jax.training import recipe as recipes
 from jetspec_jax.training.data import answers, own_prompts, packing, pool
 from jetspec_jax.training.data import talks as talks_of_target
@@ -84,6 +84,12 @@ PROOFS = {
     "scorer_rank": Proof(3, "step"),
     "scorer_width": Proof(4, "step", {"scorer_rank": 3}),
     "scorer_parents": Proof("others", "step", {"scorer_rank": 3}),
+    "scorer_kind": Proof("markov", "step", {"scorer_rank": 3}),
+    "scorer_strength": Proof(
+        0.3,
+        "counted",
+        {"scorer_rank": 3, "scorer_kind": "counts", "steps": 0, "frozen_head": True, "init_head": "HEAD"},
+    ),
     "frozen_head": Proof(True, "step", {"scorer_rank": 3, "init_head": "HEAD"}),
     "init_head": Proof("HEAD", "start"),
     "anchors": Proof(3, "step"),
@@ -225,6 +231,9 @@ def handed(tmp_path, monkeypatch):
     monkeypatch.setattr(features, "write", lambda f, t, p, *given, **_: put("features", "disk", *given[:3]) or True)
     monkeypatch.setattr(features, "Stored", lambda *given: None)
     monkeypatch.setattr(loop, "train", train)
+    monkeypatch.setattr(load, "find", lambda source: source)
+    counted = lambda folder, head, config, packed, made, data: put("counted", head, config, made.scorer_strength)
+    monkeypatch.setattr(counting, "write", counted)
     monkeypatch.setattr(export, "write", write)
     monkeypatch.setattr(acceptance, "read", read)
     monkeypatch.setattr(acceptance, "measure", measure)

@@ -9,20 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from small import HEAD, RUN, WIDTH, batch, example, random_params, recipe, target
 
 from jetspec_jax import speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
 from jetspec_jax.drafts import block, scorer
-from jetspec_jax.files import load
+from jetspec_jax.files import checkpoint, load
 from jetspec_jax.loop import tree as trees
-from jetspec_jax.training import pipeline, settings, step, teacher
+from jetspec_jax.training import gather, pipeline, settings, step, teacher
 from jetspec_jax.training.data import packing
 from jetspec_jax.training.objectives import block as learns
 
 SCALE = jnp.linspace(0.5, 3, 32)
 SCORED = dataclasses.replace(HEAD, scorer_rank=5)
 SWIGLU = dataclasses.replace(HEAD, scorer_rank=5, scorer_width=6)
+PAIRS, MARKOV = (dataclasses.replace(HEAD, scorer_rank=5, scorer_kind=kind) for kind in ("pairs", "markov"))
 
 
 @functools.lru_cache(None)
@@ -44,7 +46,7 @@ def found():
     return teacher.Features(taps, jax.random.normal(jax.random.key(2), (2, WIDTH, 16)))
 
 
-@pytest.mark.parametrize("head", [SCORED, SWIGLU])
+@pytest.mark.parametrize("head", [SCORED, SWIGLU, PAIRS, MARKOV])
 def test_logits_are_those_that_decoding_conditions(head):
     """At every slot, after the text's own token: the row of a table of all tokens, without its normaliser."""
     r, p = recipe(head=head), part()
@@ -65,7 +67,7 @@ def test_logits_are_those_that_decoding_conditions(head):
         order = jnp.argsort(-base[0], axis=-1)
         row = jnp.take_along_axis(jax.nn.log_softmax(base[0], -1), order, -1)
         candidates = trees.Candidates(order[None], row[None, :, None])
-        table = trees.conditioned(candidates, scorer.bias(params(head)["scorer"], own, embed(order[None])))
+        table = trees.conditioned(candidates, scorer.bias(params(head)["scorer"], own, order[None], embed(order[None])))
         for depth in range(HEAD.depth):
             wanted = np.zeros(48)
             parent = 0 if not depth else int(np.flatnonzero(order[depth - 1] == p.tokens[0, at + depth])[0])
@@ -73,12 +75,12 @@ def test_logits_are_those_that_decoding_conditions(head):
             np.testing.assert_allclose(jax.nn.log_softmax(logits[0, at, depth]), wanted, atol=1e-4)
 
 
-def test_a_frozen_head_stays_and_its_scorer_learns():
-    r = recipe(head=SCORED, frozen_head=True, anchors=WIDTH, loss_chunk=64, peak_lr=3e-2, steps=30)
+@pytest.mark.parametrize("head", [SCORED, MARKOV])
+def test_a_frozen_head_stays_and_its_scorer_learns(head):
+    r = recipe(head=head, frozen_head=True, anchors=WIDTH, loss_chunk=64, peak_lr=3e-2, steps=30)
     packed = jax.tree.map(lambda x: x[None], part())._replace(features=jax.tree.map(lambda x: x[None], found()))
     fresh = {k: v for k, v in params().items() if k != "scorer"}
     state = step.init(r, target().params, fresh)
-    assert not state.params["scorer"]["child"].any() and not state.params["scorer"]["gate"].any()
     update = jax.jit(step.update, static_argnums=0)
     losses = []
     for _ in range(25):
@@ -90,21 +92,50 @@ def test_a_frozen_head_stays_and_its_scorer_learns():
     assert all(x.any() for x in state.params["scorer"].values())
     assert np.isfinite(losses).all() and losses[-1] < 0.9 * losses[0]
     moments = [x for x in jax.tree.leaves(state.optimizer) if x.ndim == 2]
-    assert {x.shape for x in moments} == {(16, 5)}  # none of the head's
+    assert {x.shape for x in moments} == {(16 if head is SCORED else 48, 5)}  # none of the head's
 
 
 def test_a_new_scorer_adds_nothing_and_can_learn():
-    """Its children are zero, of either kind; what meets them is not, or no gradient would leave zero."""
-    for head, zeros in ((SCORED, {"child", "gate"}), (SWIGLU, {"child"})):
+    """Its children are zero, of every kind; what meets them is not, or no gradient would leave zero."""
+    for head, zeros in ((SCORED, {"child", "gate"}), (SWIGLU, {"child"}), (PAIRS, {"child"}), (MARKOV, {"w2"})):
         start = learns.init(head, jax.random.key(0), target().params, {})["scorer"]
         assert {name for name, x in start.items() if not x.any()} == zeros and len(start) > len(zeros)
 
 
-@pytest.mark.parametrize("change", [{"scorer_width": 4}, {"scorer_parents": "others"}])
-def test_a_size_of_no_scorer_is_refused(change):
-    (name,) = change
-    with pytest.raises(ConfigError, match=f"--config.{name}=.*give scorer_rank"):
+COUNTS = {"scorer_kind": "counts", "frozen_head": True, "init_head": "x", "scorer_rank": 4, "steps": 0}
+
+
+@pytest.mark.parametrize("change, why", [
+    ({"scorer_width": 4}, "scorer_width=4: there is no scorer; give scorer_rank"),
+    ({"scorer_parents": "others"}, "scorer_parents=others: there is no scorer; give scorer_rank"),
+    ({"scorer_kind": "markov"}, "scorer_kind=markov: there is no scorer; give scorer_rank"),
+    ({"scorer_rank": 4, "scorer_kind": "swiglu"}, "scorer_kind=swiglu: it has a width; give scorer_width"),
+    ({"scorer_rank": 4, "scorer_kind": "pairs", "scorer_width": 3}, "scorer_width=3: a scorer of kind pairs"),
+    ({"scorer_rank": 4, "scorer_strength": 0.3}, "scorer_strength=0.3: a scorer of kind product has no use for it"),
+    ({"scorer_rank": 4, "scorer_kind": "pair"}, "scorer_kind=pair: choose one of .*did you mean pairs"),
+    (COUNTS | {"steps": 2}, "steps=2: a scorer of counts takes no steps; give steps=0 and epochs=0"),
+    (COUNTS | {"epochs": 2.0}, "epochs=2.0: a scorer of counts takes no steps"),
+    (COUNTS | {"frozen_head": False}, "scorer_kind=counts: .* give frozen_head=true"),
+    (COUNTS | {"init_head": ""}, "frozen_head=true: .*give init_head"),
+    (COUNTS | {"scorer_parents": "others"}, "scorer_parents=others: a scorer of kind counts has no use for it"),
+])  # fmt: skip
+def test_a_scorer_that_cannot_be_is_refused(change, why):
+    with pytest.raises(ConfigError, match=f"^--config.{why}"):
         learns.configure(settings.make(RUN | {"data": "-"} | change, "c"), target().config)
+
+
+def test_the_settings_know_the_kinds_that_there_are():
+    assert settings.Settings.__dataclass_fields__["scorer_kind"].metadata["choices"] == ("", *scorer.KINDS)
+
+
+@pytest.mark.parametrize("change, kind", [
+    ({}, "product"), ({"scorer_width": 3}, "swiglu"), ({"scorer_kind": "product"}, "product"),
+    ({"scorer_kind": "swiglu", "scorer_width": 3}, "swiglu"), ({"scorer_kind": "markov"}, "markov"),
+])  # fmt: skip
+def test_a_kind_is_told_by_its_name_or_else_by_its_width(change, kind):
+    made = learns.configure(settings.make(RUN | {"data": "-", "scorer_rank": 4} | change, "c"), target().config)
+    assert made.scorer_kind == made.scorer == kind
+    assert dataclasses.replace(made, scorer_kind=change.get("scorer_kind", "")).scorer == kind
 
 
 def test_a_control_learns_from_the_tokens_of_other_places():
@@ -160,6 +191,44 @@ def test_a_run_leaves_a_scorer_beside_its_head(finished, loaded, tmp_path):
         (folder / "scorer" / "config.json").write_text(json.dumps(said | {key: value}))
         with pytest.raises(ConfigError, match=why):
             load.load_head(folder, target())
+
+
+def test_counts_are_written_beside_a_head_that_stays(finished, loaded, tmp_path):
+    """Of the pairs in answers alone, in seconds and without a step; into the run's own head too."""
+    run, given, _ = finished
+    shutil.copytree(run / "answers", tmp_path / "more" / "answers")
+    change = {k: v for k, v in COUNTS.items() if k != "init_head"} | {"init_head": str(run / "head")}
+    change |= {"scorer_strength": 0.3, "decode_prompts": "", "features": "memory"}
+    made = settings.make(given | change, "c")
+    assert pipeline.run(made, tmp_path / "more", print)
+    folder = tmp_path / "more" / "head"
+    assert sorted(x.name for x in (tmp_path / "more").iterdir() if x.is_dir()) == ["answers", "head"]
+    for path in (run / "head").iterdir():
+        assert (folder / path.name).read_bytes() == path.read_bytes()  # its card, its window, its weights
+    head = load.load_head(folder, target())
+    found, said = head.params["scorer"], json.loads((folder / "scorer" / "training.json").read_text())
+    assert head.config.scorer_kind == "counts" and said["config"]["scorer_strength"] == 0.3
+    np.testing.assert_array_equal(found["strength"], np.full(HEAD.depth, 0.3, np.float32))
+
+    rows = gather.gather(made, tmp_path / "more", target(), gather.source(made, tmp_path / "more", print), bool, print)
+    seen = set()
+    for row in rows.train:
+        learnt = np.flatnonzero(row.learnt[:-1] & row.learnt[1:])
+        seen |= set(zip(row.tokens[learnt].tolist(), row.tokens[learnt + 1].tolist(), strict=True))
+    above, place = np.nonzero(np.asarray(found["lift"]))
+    kept = set(zip(above.tolist(), np.asarray(found["next"])[above, place].tolist(), strict=True))
+    assert kept and kept <= seen
+    prompts, option = [[5, 6, 7], [9] * 9, [8, 2]], SamplingConfig(12, eos=())
+    plain = speculate.generate(target(), None, prompts, None, option)
+    fast = speculate.generate(target(), head, prompts, TreeConfig(8, width=5), option)
+    assert [r.token_ids for r in fast] == [r.token_ids for r in plain]
+
+    again = {"init_head": str(folder), "scorer_strength": 1.0}
+    assert pipeline.run(settings.make(given | change | again, "c"), tmp_path / "more", print)  # in its place
+    assert load.load_head(folder, target()).params["scorer"]["strength"].max() == 1
+    save_file({name: x + 1 for name, x in load_file(folder / checkpoint.SINGLE).items()}, folder / checkpoint.SINGLE)
+    with pytest.raises(ConfigError, match="holds another head; use a new --workdir"):
+        pipeline.run(made, tmp_path / "more", print)
 
 
 @pytest.mark.parametrize("change, why", [

@@ -19,8 +19,8 @@ import numpy as np
 from jetspec_jax.backends.xla import PLAIN_XLA, XLA
 from jetspec_jax.config import HeadConfig, ModelConfig, MoEConfig
 from jetspec_jax.drafts import block as blocks
+from jetspec_jax.drafts import counts, dspark_files, eagle3_files, scorer
 from jetspec_jax.drafts import dspark as dsparks
-from jetspec_jax.drafts import dspark_files, eagle3_files, scorer
 from jetspec_jax.drafts import eagle3 as eagles
 from jetspec_jax.engine.geometry import Geometry
 from jetspec_jax.files import checkpoint, pair
@@ -138,12 +138,17 @@ def head(causal: bool, seed: int = 1, block: int = 5) -> LoadedHead:
 
 
 @functools.lru_cache(None)
-def scored(causal: bool = True, child: float = 1.0, inner: int = 0, rank: int = 6) -> LoadedHead:
+def scored(causal: bool = True, child: float = 1.0, inner: int = 0, rank: int = 6, kind: str = "") -> LoadedHead:
     """The head with a random scorer; child: how much its children's matrix says, 0 of a new one."""
     bare = head(causal)
-    params = random_like(scorer.shapes(16, rank, inner, jnp.float32), 3)
-    params["child"] = child * params["child"]
-    config = dataclasses.replace(bare.config, scorer_rank=rank, scorer_width=inner)
+    config = dataclasses.replace(bare.config, scorer_rank=rank, scorer_width=inner, scorer_kind=kind)
+    if kind == "counts":
+        text = np.random.default_rng(3).integers(0, VOCAB, 4_000)
+        params = jax.tree.map(jnp.asarray, counts.count(text[:-1], text[1:], config, 3.0))
+        params["strength"] = jnp.linspace(3.0, 1.0, config.depth)
+    else:
+        params = random_like(scorer.shapes(config, jnp.float32), 3)
+        params |= {name: child * x for name, x in params.items() if name in ("child", "w2")}
     draft = dataclasses.replace(bare.draft, config=config)
     return dataclasses.replace(bare, draft=draft, params=bare.params | {"scorer": params})
 

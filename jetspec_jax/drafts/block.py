@@ -179,7 +179,7 @@ class BlockDraft:
         cooled = lambda x: x / self._temperatures().reshape(-1, *[1] * (x.ndim - 2)) if self.temperature else x
 
         def adds(found: Candidates):
-            return cooled(scorer.bias(params["scorer"], hidden, ends.embed(found.token)))
+            return cooled(scorer.bias(params["scorer"], hidden, found.token, ends.embed(found.token)))
 
         logits = cooled(ends.logits(hidden))
         return choice.tree(
@@ -251,5 +251,5 @@ def build(
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Head(config, dtype)))
     shapes = nnx.to_pure_dict(state)
     if config.scorer_rank:
-        shapes["scorer"] = scorer.shapes(config.hidden_size, config.scorer_rank, config.scorer_width, dtype)
+        shapes["scorer"] = scorer.shapes(config, dtype)
     return BlockDraft(config, depth or config.depth, rule or Rule(64), graphdef, backend), shapes

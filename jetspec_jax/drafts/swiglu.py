@@ -10,17 +10,25 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from jetspec_jax.config import HeadConfig
 from jetspec_jax.layers.numerics import einsum
 
-
-def sizes(width: int, rank: int, inner: int) -> dict[str, tuple[int, int]]:
-    """Returns the parameters' sizes; inner: what the two factors have each."""
-    return {"slot": (width, 2 * inner), "parent": (width, 2 * inner), "down": (inner, rank)}
+NAMES = {"slot", "parent", "down", "child"}
 
 
-def rows(params: dict, hidden: Float[Array, "*slots E"], embedded: Float[Array, "*rows E"]) -> Float[Array, "*rows R"]:
+def shapes(c: HeadConfig, dtype) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the parameters as shapes."""
+    width, inner, rank = c.hidden_size, c.scorer_width, c.scorer_rank
+    both = (width, 2 * inner)  # the two factors side by side
+    sizes = {"slot": both, "parent": both, "down": (inner, rank), "child": (width, rank)}
+    return {name: jax.ShapeDtypeStruct(size, dtype) for name, size in sizes.items()}
+
+
+def rows(
+    params: dict, hidden: Float[Array, "*slots E"], token: Int[Array, "*rows"], embedded: Float[Array, "*rows E"]
+) -> Float[Array, "*rows R"]:
     """Returns the rows of parents, each for its slot; the rows of slots are broadcast."""
     slot = einsum("...e,ei->...i", hidden, params["slot"], jnp.float32)
     token = einsum("...e,ei->...i", embedded, params["parent"], jnp.float32)

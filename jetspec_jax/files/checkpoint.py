@@ -32,7 +32,7 @@ from jetspec_jax.models.names import Fusion
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # never opened
 HEAD_META = "jetspec.json"  # our own file beside a head: what a loader should check
-FLOATS, WHOLES = ("F64", "F32", "F16", "BF16"), ("I64", "I32")
+FLOATS, WHOLES = ("F64", "F32", "F16", "BF16"), ("I64", "I32", "I16")
 ONLY_FLOATS = "only unquantised floats are supported"
 BORROWED = ("embed_tokens.weight", "lm_head.weight", "model.embed_tokens.weight")  # a head uses the target's
 

@@ -121,19 +121,18 @@ def load_head(source: str | os.PathLike, target: LoadedTarget) -> LoadedHead:
         _warn(f"{path}: {', '.join(tensors.borrowed)} ignored; a head borrows the target's")
     fusions = family.names(config)
     checkpoint.need(tensors, fusions, str(path))
-    rank, width = scorer_file.sizes(path)
-    if rank:
+    if beside_it := scorer_file.sizes(path):
         if type(config) is not HeadConfig:
             raise ConfigError(
                 f"{path / scorer_file.FOLDER}: a head of {family.name} has no use for a scorer; move it away"
             )
-        config = dataclasses.replace(config, scorer_rank=rank, scorer_width=width)
+        config = dataclasses.replace(config, **beside_it)
     draft, shapes = family.build(config, checkpoint.numpy_dtype(target.dtype), target.model.backend)
     lies = sharding.drafting(shapes, target.mesh, config) if target.mesh else {}
     beside, lie_beside = shapes.pop("scorer", None), lies.pop("scorer", None)
     params = checkpoint.assemble(tensors, fusions, shapes, str(path), _warn, lies or None)
     if beside:
-        params["scorer"] = scorer_file.read(path, beside, _warn, lie_beside)
+        params["scorer"] = scorer_file.read(path, config, beside, _warn, lie_beside)
     wrong = family.check(config, params) if family.check else None
     if wrong:
         raise ConfigError(f"{path}: {wrong}")

@@ -8,6 +8,8 @@
     WORKDIR/train/                    settings.json, checkpoints and metrics.jsonl
     WORKDIR/head/                     the head in the published format, with its model card
 
+A scorer of counts needs no features and no training: after the answers comes its head, with the counts beside it.
+
 A stage whose output is complete is skipped; one that was cut off goes on. What an output was made with lies beside it
 (`manifest`): a command with other settings is refused.
 """
@@ -35,7 +37,7 @@ from jetspec_jax.files import mesh as on_mesh
 from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.models import sharding
 from jetspec_jax.models.qwen3 import Qwen3Target
-from jetspec_jax.training import export, features, files, gather, loop, manifest, objective, teacher
+from jetspec_jax.training import counting, export, features, files, gather, loop, manifest, objective, teacher
 from jetspec_jax.training import recipe as recipes
 from jetspec_jax.training.checkpoints import any_saved
 from jetspec_jax.training.data import packing
@@ -100,10 +102,11 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
     if config.until == "answers":
         return True
     packed, judged = _sequences(config, found, log)
+    if config.counted:
+        return _count(config, workdir, target, head, packed, found.counts, log)
 
     # ---- what is learnt is settled
-    if config.features == "memory":
-        packed = _fitting(packed, target, head, mesh, log)
+    packed = _fitting(packed, target, head, mesh, log) if config.features == "memory" else packed
     steps = config.steps or math.ceil(config.epochs * len(packed.tokens) / config.batch)
     begun = any_saved(workdir / "train")
     decided = learns.decide(head, packed)
@@ -150,6 +153,17 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
     if at == steps and config.decode_prompts:
         export.write(workdir / "head", *made_of, _decode(config, workdir, target, log))
     return at == steps
+
+
+def _count(config: Settings, workdir: Path, target, head, packed: Packed, counts: dict[str, Any], log: Log) -> bool:
+    """Writes the head of `init_head` with counts beside it, decodes with it if asked to; then all is done."""
+    if jax.process_index() == 0:
+        counting.write(workdir / "head", load.find(config.init_head), head, packed, config, counts)
+    spread.meet("counts")
+    log(f"counts: {workdir / 'head'}, out of {int(packed.paired.sum()):,} pairs of tokens")
+    if config.decode_prompts:
+        _decode(config, workdir, target, log)
+    return True
 
 
 def _sequences(config: Settings, found: gather.Examples, log: Log) -> tuple[Packed, Packed | None]:

@@ -24,6 +24,7 @@ from jetspec_jax.options import mesh_axes
 LONGEST = 200  # characters of a value in a message; paths are longer than other values
 STAGES = ("pool", "answers", "export")
 STEPWISE = frozenset(("eagle3",))  # families that draft token by token
+SCORER = "scorer_width", "scorer_kind", "scorer_parents", "scorer_strength"  # keys of a scorer, beside its rank
 WHOLE = math.inf  # no upper limit but that of an int32, for whole numbers
 
 
@@ -109,8 +110,10 @@ class Settings:
     draft_vocab: int = _number(0, "tokens an eagle3 head drafts, the most frequent of what is learnt; 0 is all", 0)
     markov_rank: int = _number(256, "rank of a dspark head's Markov head; 0: it has none", 0, MOST_SIZE)
     markov_head: str = _one_of("vanilla", "its kind; a published rnn head decodes, none is trained", "vanilla", "gated")
-    scorer_rank: int = _number(0, "rank of a scorer beside a block head; 0: it gets none", 0, MOST_SIZE)
-    scorer_width: int = _number(0, "width of the SwiGLU of its parents; 0: they are a product", 0, MOST_SIZE)
+    scorer_rank: int = _number(
+        0, "rank of a scorer beside a block head; counts: pairs a token; 0: it gets none", 0, MOST_SIZE
+    )
+    scorer_width: int = _number(0, "width of the SwiGLU of its parents; 0: they are of another kind", 0, MOST_SIZE)
     scorer_parents: str = _one_of(
         "text",
         "what it learns from: the text's tokens, drafted ones too, or those of other places (a control)",
@@ -118,6 +121,11 @@ class Settings:
         "drafted",
         "others",
     )
+    scorer_kind: str = _one_of(
+        "", "its kind; '' is swiglu where it has a width, else product; counts take no steps",
+        "", "product", "swiglu", "pairs", "markov", "counts",
+    )  # fmt: skip
+    scorer_strength: float = _number(0.5, "share of a pair's lift that a scorer of counts adds", 0)
     frozen_head: bool = _key(False, "train the scorer alone, beside the head of init_head")
     init_head: str = _key("", "a head to go on from, instead of random parameters")
 
@@ -181,11 +189,16 @@ class Settings:
         if not (self.forward_kl or self.reverse_kl or self.cross_entropy or self.total_variation):
             shares = "forward_kl, reverse_kl, cross_entropy and total_variation"
             raise wrong("forward_kl", 0, f"{shares} are all 0; give one a share")
-        if bool(self.steps) == bool(self.epochs):
+        if self.counted and (self.steps or self.epochs):
+            name = "steps" if self.steps else "epochs"
+            raise wrong(name, getattr(self, name), "a scorer of counts takes no steps; give steps=0 and epochs=0")
+        if not self.counted and bool(self.steps) == bool(self.epochs):
             raise wrong("steps", self.steps, f"epochs={self.epochs}: give one of the two")
         if self.frozen_head and not (self.scorer_rank and self.init_head):
             missing = "init_head" if self.scorer_rank else "scorer_rank"
             raise wrong("frozen_head", "true", f"a scorer is trained beside a head that is there: give {missing}")
+        if self.counted and not self.frozen_head:
+            raise wrong("scorer_kind", "counts", "they are counted beside a head that is there: give frozen_head=true")
         if self.mesh and self.model_parallel != 1:
             raise wrong("mesh", self.mesh, f"model_parallel={self.model_parallel} says another; give one of the two")
         if self.mesh and "expert" in mesh_axes(self.mesh):
@@ -223,6 +236,11 @@ class Settings:
     def thinking_switch(self) -> bool | None:
         """What the chat template gets; None leaves it out."""
         return {"default": None, "on": True, "off": False}[self.thinking]
+
+    @property
+    def counted(self) -> bool:
+        """Whether a scorer is counted beside a head and nothing is trained."""
+        return self.scorer_kind == "counts"
 
     @property
     def family_name(self) -> str:

@@ -33,10 +33,14 @@ class Packed(NamedTuple):
         return self.select(np.linspace(0, len(self.tokens) - 1, min(count, len(self.tokens))).astype(int))
 
     @property
+    def paired(self) -> np.ndarray:
+        """[M, S - 1] bool: a token and the next one are learnt in one document."""
+        return self.learnt[:, :-1] & self.learnt[:, 1:] & (self.document[:, :-1] == self.document[:, 1:])
+
+    @property
     def anchored(self) -> np.ndarray:
         """[M] bool: a block can start somewhere in the sequence."""
-        side_by_side = self.learnt[:, :-1] & self.learnt[:, 1:] & (self.document[:, :-1] == self.document[:, 1:])
-        return side_by_side.any(1)
+        return np.any(self.paired, axis=1)
 
 
 def pack(examples: list[Example], length: int) -> Packed:

@@ -63,16 +63,27 @@ def configure(config: Settings, target: ModelConfig) -> HeadConfig:
     return sized(HeadConfig, config, target, causal=config.causal, **scored(config))
 
 
-def scored(config: Settings) -> dict[str, int]:
-    """Returns the sizes of the scorer beside the head.
+def scored(config: Settings) -> dict[str, Any]:
+    """Returns kind and sizes of the scorer beside the head; {} where there is none.
 
     Raises:
-      ConfigError: a size of a scorer that there is not.
+      ConfigError: a key of a scorer that there is not, or one that its kind has no use for.
     """
-    if not config.scorer_rank and (config.scorer_width or config.scorer_parents != "text"):
-        name = "scorer_width" if config.scorer_width else "scorer_parents"
-        raise settings.wrong(name, getattr(config, name), "there is no scorer; give scorer_rank")
-    return {"scorer_rank": config.scorer_rank, "scorer_width": config.scorer_width}
+    given = [n for n in settings.SCORER if getattr(config, n) != Settings.__dataclass_fields__[n].default]
+    if not config.scorer_rank:
+        if given:
+            raise settings.wrong(given[0], getattr(config, given[0]), "there is no scorer; give scorer_rank")
+        return {}
+    width = config.scorer_width
+    kind = config.scorer_kind or ("swiglu" if width else "product")
+    if kind == "swiglu" and not width:
+        raise settings.wrong("scorer_kind", kind, "it has a width; give scorer_width")
+    uses = {"swiglu": {"scorer_width", "scorer_parents"}, "counts": {"scorer_strength"}}
+    for name in given:
+        if name not in uses.get(kind, {"scorer_parents"}) | {"scorer_kind"}:
+            why = f"a scorer of kind {kind} has no use for it; leave it out"
+            raise settings.wrong(name, getattr(config, name), why)
+    return {"scorer_kind": kind, "scorer_rank": config.scorer_rank, "scorer_width": width}
 
 
 def sized(kind: type[Kind], config: Settings, target: ModelConfig, **own: Any) -> Kind:
@@ -113,7 +124,8 @@ def sized(kind: type[Kind], config: Settings, target: ModelConfig, **own: Any) -
 def check_start(config: HeadConfig, found: HeadConfig) -> tuple[str, Any, Any] | None:
     """Returns the first size in which the head to go on from differs from this run's."""
     if not found.scorer_rank:  # a new one begins beside it
-        found = dataclasses.replace(found, scorer_rank=config.scorer_rank, scorer_width=config.scorer_width)
+        new = {name: getattr(config, name) for name in ("scorer_kind", "scorer_rank", "scorer_width")}
+        found = dataclasses.replace(found, **new)
     return initial.differing(config, found, "num_anchors")
 
 
@@ -127,7 +139,7 @@ def init(config: HeadConfig, key: jax.Array, target_params: dict, decided: dict)
     _, shapes = block_draft.build(config, jnp.float32)
     start = initial.draw(shapes, key) | initial.norm(target_params)
     if config.scorer_rank:
-        start["scorer"] |= {name: jnp.zeros_like(x) for name, x in start["scorer"].items() if name in ("gate", "child")}
+        start["scorer"] |= {name: jnp.zeros_like(x) for name, x in start["scorer"].items() if name in scorer.ZEROS}
     return start
 
 
@@ -198,10 +210,10 @@ def logits(
     if not recipe.head.scorer_rank:
         return Logits((own,))
     embed = lambda tokens: scorer.normed(recipe.target.embed(target_params, tokens))
-    rows = scorer.parents(folded["scorer"], hidden, embed(asked.inputs.before))
+    before, every = asked.inputs.before, jnp.arange(recipe.head.vocab_size)
+    rows = scorer.parents(folded["scorer"], hidden, before, embed(before))
     below = jnp.arange(rows.shape[2])[:, None] > 0  # the root adds nothing
-    every = embed(jnp.arange(recipe.head.vocab_size))
-    children = scorer.children(folded["scorer"], every)
+    children = scorer.children(folded["scorer"], every, embed(every))
     return Logits((own, Term(jnp.where(below, rows, 0), children, trained=True)))
 
 
@@ -242,7 +254,7 @@ def describe(recipe: Recipe) -> dict[str, str]:
     block = f"{c.block_size} slots, {mask}, mask token {c.mask_token_id}"
     said = {"block": block, "depth weight in training": f"gamma {recipe.gamma:g}"}
     alone = ", trained beside a head that stayed as it was" if recipe.frozen_head else ""
-    inner = f", SwiGLU of width {c.scorer_width}" if c.scorer_width else ""
+    inner = f", SwiGLU of width {c.scorer_width}" if c.scorer_width else f", {c.scorer}"
     others = {"drafted": ", by drafted tokens too", "others": ", taught by tokens of other places (a control)"}
     other = others.get(recipe.scorer_parents, "")
     return said | ({"scorer": f"rank {c.scorer_rank}{inner}{alone}{other}"} if c.scorer_rank else {})

@@ -30,7 +30,7 @@ from jetspec_jax.training.settings import Settings
 from jetspec_jax.training.teacher import Features
 
 FOREIGN = (
-    "unroll", "unroll_decay", "draft_vocab", "causal", "scorer_rank", "scorer_width", "scorer_parents", "frozen_head",
+    "unroll", "unroll_decay", "draft_vocab", "causal", "scorer_rank", *settings.SCORER, "frozen_head",
 )  # fmt: skip
 
 check_start, decide, fold, unfold = block.check_start, block.decide, block.fold, block.unfold

@@ -41,7 +41,7 @@ from jetspec_jax.training.teacher import Features
 
 FOREIGN = (
     "block_size", "mask_token_id", "gamma", "window", "causal", "markov_rank", "markov_head", "confidence",
-    "scorer_rank", "scorer_width", "scorer_parents", "frozen_head",
+    "scorer_rank", *settings.SCORER, "frozen_head",
 )  # fmt: skip
 
 
