@@ -92,6 +92,34 @@ def test_a_draft_that_paused_has_missed_nothing(name):
         assert got.accepted.count.tolist() == wanted.accepted.count.tolist()
 
 
+def waits(state) -> tuple[int, int]:
+    """Rows that the draft has taken in, and those that wait."""
+    return int(state.draft.length[0]), int(state.draft.count[0])
+
+
+def test_rows_wait_until_there_is_no_room():
+    """Taking them in reads the head's weights: blocks of few rounds do it only where they have to."""
+    head = HEADS["causal"]
+    programs, params = ladder(head, 64), {"target": TARGET.params, "draft": head.params}
+    room = programs[16].depth + 1
+    state = tiny.prefill(programs[16].decoder, params, tiny.request([[3, 1, 4]], 40, pacing.UNBOUND))
+    said, (inside, waiting) = rule.start(16), waits(state)
+    for step in range(3 * room):
+        if step % 2:
+            state, (said, _) = recorded(programs[1], params, state, said)
+        else:
+            state, said, _ = paced(programs[1], params, state, said, jnp.int32(1))
+        inside, waiting = (inside + room, 1) if waiting == room else (inside, waiting + 1)
+        assert waits(state) == (inside, waiting)
+
+    few = programs[3].decoder.depth + 1
+    for count in range(1, room + 1):
+        held = state._replace(draft=state.draft._replace(count=jnp.full(1, count)))
+        narrow = loops.narrowed(programs[3], params, held)
+        assert waits(narrow) == ((inside, count) if count <= few else (inside + count, 0))
+        assert narrow.draft.pending.shape[1] == few
+
+
 def test_what_a_round_says_of_itself():
     """Against a count by hand: of the rows that run, each up to its own budget and to its least probability."""
     head = HEADS["causal"]

@@ -125,12 +125,14 @@ def test_trees_alone_where_a_row_needs_them():
     assert decide(ladder, belief([0.0] * 15), [5.0, 9.0]) == (8, pacing.MANY)
 
 
-def test_a_new_text_has_rounds_of_its_own_before_it_is_decoded_plainly():
-    """Two of the tree that loses least, though nothing is hoped of it."""
-    for tested in (0, 1):
-        said = belief([0.01] * 15, tested=tested)
-        assert decide(LADDER, said, [1.0, 2.0, 2.5, 3.0]) == (4, 2 - tested)
-    assert decide(LADDER, belief([0.01] * 15, tested=2.0), [1.0, 2.0, 2.5, 3.0])[0] == 1
+@pytest.mark.parametrize("chance, wanted", [(0.01, 1), (0.15, 1), (0.22, 2), (0.3, 2)])
+def test_a_new_text_has_rounds_of_its_own_before_it_is_decoded_plainly(chance, wanted):
+    """Of the tree that loses least, one at a time: two where the first nearly pays, one where it loses 0.4 steps."""
+    seconds, said = [1.0, 2.0, 2.5, 3.0], belief([chance] * 3)
+    assert (2 - (1 + 3 * chance) >= 0.4) == (wanted == 1)
+    for tested in (0.0, 0.5, 1.0, 2.0):
+        nodes, rounds = decide(LADDER, said._replace(tested=jnp.float32(tested)), seconds)
+        assert (nodes, rounds) == (4, 1) if tested < wanted else nodes == 1
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.1, 0.25, 0.32])

@@ -63,10 +63,7 @@ def paced_recorded(pace: Pace, params: dict, state: State, belief: Belief) -> tu
     """Runs one round of a size, and returns what it did too."""
     draft = pace.decoder.draft
     if isinstance(draft, Paused):
-        state = state._replace(
-            draft=draft.absorb(params["draft"], state.draft, state.tokens, pace.decoder.ends(params))
-        )
-        after, done = step_recorded(pace.decoder, params, state)
+        after, done = step_recorded(pace.decoder, params, with_room(pace.decoder, params, state))
         return after, (faded(belief, jnp.float32(1.0), jnp.float32(1.0)), done)
     state = narrowed(pace, params, state)
     after, done = step_recorded(pace.decoder, params, state)
@@ -129,7 +126,7 @@ def _prolonged(pace: Pace, spine: Float[Array, "B D"], path: Float[Array, "B m"]
 def _rested(pace: Pace, draft: Paused, params: dict, state: State, belief: Belief, n: Int[Array, ""]):
     """Runs plain steps. Their rows are taken in as many at a time as may wait, outside the loop over steps: a condition
     within it would cost a look at the draft's context every step."""
-    decoder, ends = pace.decoder, pace.decoder.ends(params)
+    decoder = pace.decoder
 
     def running(carry):
         i, state = carry
@@ -137,7 +134,7 @@ def _rested(pace: Pace, draft: Paused, params: dict, state: State, belief: Belie
 
     def body(carry):
         i, state = carry
-        state = state._replace(draft=draft.absorb(params["draft"], state.draft, state.tokens, ends))
+        state = with_room(decoder, params, state)
         until = i + draft.room(state.draft, n - i)
         inner = lambda carry: (carry[0] < until) & ~carry[1].done.all()
         return jax.lax.while_loop(inner, lambda c: (c[0] + 1, step(decoder, params, c[1])), (i, state))
@@ -147,13 +144,27 @@ def _rested(pace: Pace, draft: Paused, params: dict, state: State, belief: Belie
     return state, faded(belief, steps, steps), ran
 
 
+def with_room(decoder: Decoder, params: dict, state: State, rows: int = 1) -> State:
+    """Returns the state with room for so many more rows to wait: where there is less, those that wait are taken in.
+
+    That reads the draft's weights once, which is a tenth of a plain step, and a short block has few of them. In a loop
+    of one turn at most, the products of what waits would be moved out of it and always be computed.
+    """
+    draft = decoder.draft.draft if isinstance(decoder.draft, Paused) else cast(Any, decoder.draft)
+    if not draft.taps:
+        return state
+    taken = lambda drafting: draft.absorb(params["draft"], drafting, state.tokens, decoder.ends(params))
+    lacking = draft.room(state.draft).min() < rows
+    return state._replace(draft=jax.lax.cond(lacking, taken, lambda drafting: drafting, state.draft))
+
+
 def narrowed(pace: Pace, params: dict, state: State) -> State:
-    """Returns the state with room for the rows of these rounds alone; what waited is taken in."""
+    """Returns the state with room for the rows of these rounds alone; if more wait, they are taken in."""
     decoder, draft = pace.decoder, cast(Any, pace.decoder.draft)
     if not draft.taps or decoder.depth == pace.depth:  # a round of the longest path takes in as many as may wait
         return state
-    inside = draft.absorb(params["draft"], state.draft, state.tokens, decoder.ends(params))
-    return state._replace(draft=draft.resized(inside, decoder.depth + 1))
+    state = with_room(decoder, params, state, pace.depth - decoder.depth)
+    return state._replace(draft=draft.resized(state.draft, decoder.depth + 1))
 
 
 def widened(pace: Pace, state: State) -> State:

@@ -10,7 +10,7 @@ Three things make this safe:
 * Probabilities are what the draft believes. Beside them stands what was accepted, node by node: a head that is too sure
   of itself is corrected by the ratio of the two.
 * Both are means over recent rounds that fade with the tokens committed since, and a new text has `EVIDENCE` rounds of
-  its own before plain decoding is chosen for it.
+  its own before plain decoding is chosen for it; one alone where that is found to be `FAR` from paying.
 * Plain steps draft nothing, so nothing would ever end them. Of three ways back, a draft without verification costs
   about as much as a round of the cheapest tree and commits nothing; a fixed interval costs too much where drafts are
   poor and is too rare where they nearly pay. So a single round of the tree that loses least is run whenever what it
@@ -39,6 +39,7 @@ TRUST_TOKENS = 256.0  # the same of how right it was, which is the head's more t
 TRUST_KEPT = 32.0  # promised tokens that a new text takes over from the one before
 TRUST_PRIOR = 8.0  # accepted and promised tokens that are taken as seen before any was, half of them for each segment
 EVIDENCE = 2  # rounds with trees before a text is decoded plainly
+FAR = 0.4  # plain steps that a round loses by the first of them, from which on the others are left out
 PROBE = 0.005  # of the time of plain decoding, for rounds that look whether trees pay again
 RESTING = 1.02  # how much faster a tree must look before plain decoding ends; one probe alone is noisy
 PROBE_STEPS = 8, 4096  # plain steps between probes, at least and at most
@@ -195,13 +196,13 @@ def choose(
     every = jnp.clip(jnp.ceil(loss.min() / (PROBE * seconds[0])), *PROBE_STEPS)
 
     pays = rate[tree] > rate[0] * jnp.where(resting, RESTING, 1.0)
-    looks = (belief.tested < EVIDENCE) | (belief.rested >= every)
+    needed = jnp.where((belief.tested >= 1) & (loss.min() >= FAR * seconds[0]), 1, EVIDENCE)
+    looks = (belief.tested < needed) | (belief.rested >= every)
     lost = PLAIN_STEPS * jnp.maximum(seconds[0] - 1 / rate[tree], 0.0)
     times = pays & (PROBE * worked >= lost) & (worked >= PLAIN_LEAST * seconds[0])
     place = jnp.where(pays, jnp.where(times, 0, tree), jnp.where(looks, test, 0))
-    alone = jnp.maximum(EVIDENCE - belief.tested, 1)
-    rounds = jnp.where(pays, jnp.where(times, PLAIN_STEPS, MANY), jnp.where(looks, alone, every - belief.rested))
-    return Next(place.astype(jnp.int32), rounds.astype(jnp.int32), ~pays & (belief.tested >= EVIDENCE), seconds)
+    rounds = jnp.where(pays, jnp.where(times, PLAIN_STEPS, MANY), jnp.where(looks, 1, every - belief.rested))
+    return Next(place.astype(jnp.int32), rounds.astype(jnp.int32), ~pays & (belief.tested >= needed), seconds)
 
 
 def _tree(ladder: Ladder, belief: Belief, seconds: Float[Array, " m"], rate: Float[Array, " m"]) -> Int[Array, ""]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -18,7 +17,7 @@ class Paused:
     """Drafts nothing, and keeps another draft's state up to date; implements `contracts.Draft`.
 
     Features of plain steps wait in the draft's state, where it reads any: a pass over one row costs what a pass over
-    many does. `absorb` takes them in when there is no more room.
+    many does. The draft's `absorb` takes them in when there is no more room.
     """
 
     draft: Any
@@ -47,7 +46,3 @@ class Paused:
     def room(self, state, most: Int[Array, ""]) -> Int[Array, ""]:
         """Returns how many plain steps all rows have room for; `most` where nothing waits."""
         return jnp.minimum(self.draft.room(state).min(), most) if self.taps else most
-
-    def absorb(self, params, state, tokens: Int[Array, "B S"], ends: Ends) -> jax.Array | Any:
-        """Makes room."""
-        return self.draft.absorb(params, state, tokens, ends) if self.taps else state

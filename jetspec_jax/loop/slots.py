@@ -20,7 +20,7 @@ from jetspec_jax.layers import masks
 from jetspec_jax.layers.numerics import narrow
 from jetspec_jax.loop import tree as trees
 from jetspec_jax.loop.decoder import Decoder, Piece, commit, no_top, read_piece, step_recorded
-from jetspec_jax.loop.paced import Pace, narrowed, observed, widened
+from jetspec_jax.loop.paced import Pace, narrowed, observed, widened, with_room
 from jetspec_jax.loop.pacing import Belief, Ladder, Next, Price, choose, faded, renewed
 from jetspec_jax.loop.paused import Paused
 from jetspec_jax.loop.state import LENGTH, NONFINITE, RUNNING, Request, Round, State, Top
@@ -290,14 +290,13 @@ def _walked(decoder: Decoder, params: dict, walk: _Walk, until: jax.Array, tell:
 
 def _rested(decoder: Decoder, params: dict, walk: _Walk, n: jax.Array) -> _Walk:
     """Runs plain steps, whose rows a paused draft takes in as many at a time as may wait."""
-    draft, ends, n = decoder.draft, decoder.ends(params), jnp.minimum(n, ROUNDS)
+    draft, n = decoder.draft, jnp.minimum(n, ROUNDS)
 
     def running(walk):
         return (walk.count < n) & ~walk.state.done.all()
 
     def body(walk):
-        state = walk.state
-        state = state._replace(draft=draft.absorb(params["draft"], state.draft, state.tokens, ends))
+        state = with_room(decoder, params, walk.state)
         until = walk.count + draft.room(state.draft, n - walk.count)
         return _walked(decoder, params, walk._replace(state=state), until, lambda said, *_: said)
 
