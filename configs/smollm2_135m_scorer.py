@@ -19,7 +19,16 @@ def get_config() -> ml_collections.ConfigDict:
     c = runpy.run_path(str(Path(__file__).with_name("smollm2_135m_long.py")))["get_config"]()
     c.init_head = str(demo.head_folder())
     c.frozen_head = True
-    c.scorer_rank = 256
-    c.scorer_width = 1_024
+    c.scorer_rank = 128
+    c.scorer_width = 384
+    c.own_prompts = 0
+    c.max_prompts = 5_500
+    c.max_prompt_tokens = 640
+    c.dialogues = 0
+    c.sequence_length = 1_024
+    c.feature_batch = 32
+    c.batch = 16
+    c.anchors = 64
+    c.eval_sequences = 0
     c.steps = 2_500
     return c
