@@ -232,7 +232,7 @@ def handed(tmp_path, monkeypatch):
     monkeypatch.setattr(features, "Stored", lambda *given: None)
     monkeypatch.setattr(loop, "train", train)
     monkeypatch.setattr(load, "find", lambda source: source)
-    counted = lambda folder, head, config, packed, made, data: put("counted", head, config, made.scorer_strength)
+    counted = lambda folder, head, found, made, data: put("counted", head, found["next"].shape, made.scorer_strength)
     monkeypatch.setattr(counting, "write", counted)
     monkeypatch.setattr(export, "write", write)
     monkeypatch.setattr(acceptance, "read", read)

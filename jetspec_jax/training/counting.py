@@ -7,24 +7,21 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.config import ConfigError, HeadConfig
-from jetspec_jax.drafts import counts
+import numpy as np
+
+from jetspec_jax.config import ConfigError
 from jetspec_jax.files import checkpoint, scorer_file
 from jetspec_jax.training import files
-from jetspec_jax.training.data.packing import Packed
 from jetspec_jax.training.settings import Settings
 
 
-def write(
-    folder: Path, head: Path, config: HeadConfig, packed: Packed, settings: Settings, data: dict[str, Any]
-) -> None:
+def write(folder: Path, head: Path, found: dict[str, np.ndarray], settings: Settings, data: dict[str, Any]) -> None:
     """Copies a head as it is, and writes beside it the scorer and the settings that it was counted with.
 
     Args:
       folder: of the copy; may be that of the head itself.
       head: the folder that is copied.
-      config: of the head, with its scorer.
-      packed: all rows; pairs of their answers' tokens are counted.
+      found: the scorer that the rows decide, in full strength.
       settings: of the run.
       data: counts of the rows, as the pipeline gathers them.
 
@@ -39,8 +36,6 @@ def write(
         fresh.rename(folder)
     elif checkpoint.fingerprint(checkpoint.Folder(folder).files) != own:
         raise ConfigError(f"--config.init_head={settings.init_head}: {folder} holds another head; use a new --workdir")
-    here = packed.paired
-    above, below = packed.tokens[:, :-1][here], packed.tokens[:, 1:][here]
-    scorer_file.save(folder, counts.count(above, below, config, settings.scorer_strength))
+    scorer_file.save(folder, found | {"strength": found["strength"] * np.float32(settings.scorer_strength)})
     values = {"config": dataclasses.asdict(settings), "data": data}
     files.write_json(folder / scorer_file.FOLDER / "training.json", values)

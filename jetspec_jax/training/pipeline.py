@@ -103,7 +103,7 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
         return True
     packed, judged = _sequences(config, found, log)
     if config.counted:
-        return _count(config, workdir, target, head, packed, found.counts, log)
+        return _count(config, workdir, target, learns.decide(head, packed), packed, found.counts, log)
 
     # ---- what is learnt is settled
     packed = _fitting(packed, target, head, mesh, log) if config.features == "memory" else packed
@@ -155,10 +155,10 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
     return at == steps
 
 
-def _count(config: Settings, workdir: Path, target, head, packed: Packed, counts: dict[str, Any], log: Log) -> bool:
+def _count(config: Settings, workdir: Path, target, found, packed: Packed, counts: dict[str, Any], log: Log) -> bool:
     """Writes the head of `init_head` with counts beside it, decodes with it if asked to; then all is done."""
     if jax.process_index() == 0:
-        counting.write(workdir / "head", load.find(config.init_head), head, packed, config, counts)
+        counting.write(workdir / "head", load.find(config.init_head), found, config, counts)
     spread.meet("counts")
     log(f"counts: {workdir / 'head'}, out of {int(packed.paired.sum()):,} pairs of tokens")
     if config.decode_prompts:

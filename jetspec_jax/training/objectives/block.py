@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jetspec_jax.config import ConfigError, HeadConfig, ModelConfig, default_taps
 from jetspec_jax.drafts import block as block_draft
-from jetspec_jax.drafts import scorer
+from jetspec_jax.drafts import counts, scorer
 from jetspec_jax.drafts.block import Head
 from jetspec_jax.layers import masks
 from jetspec_jax.layers.attention import MASKED
@@ -130,8 +130,11 @@ def check_start(config: HeadConfig, found: HeadConfig) -> tuple[str, Any, Any] |
 
 
 def decide(config: HeadConfig, packed: Packed) -> dict:
-    """Returns nothing: all parameters are trained."""
-    return {}
+    """Returns a scorer of counts, in full strength, where that is its kind; all other parameters are trained."""
+    if config.scorer_kind != "counts":
+        return {}
+    here = packed.paired
+    return counts.count(packed.tokens[:, :-1][here], packed.tokens[:, 1:][here], config, 1.0)
 
 
 def init(config: HeadConfig, key: jax.Array, target_params: dict, decided: dict) -> dict:
