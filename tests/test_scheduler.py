@@ -184,6 +184,41 @@ def test_the_next_turn_begins_where_the_last_one_ended(number, single):
     assert other.job.reused > turn.job.reused and answered(kept, again).drafts == turn.drafts == other.drafts
 
 
+def test_blocks_are_short_while_somebody_waits(monkeypatch):
+    """Whole tenths of a second of rounds for those who run alone; one round a piece of a prompt where a slot is free."""
+    scheduler, lengths = Scheduler(slots(), 50, 0), []
+    launch = slots().launch
+
+    def counted(nodes, rounds, *rest):
+        lengths.append(rounds)
+        return launch(nodes, 1, *rest)
+
+    monkeypatch.setattr(slots(), "launch", counted)
+    monkeypatch.setattr(Scheduler, "_hear", lambda self, flight: None)  # no row ends, and the pace is what is said
+    scheduler._pace = 0.01
+    jobs = [Asked(6).job for _ in range(6)]
+    scheduler.submit(jobs[0])
+    while not scheduler.running:
+        scheduler._turn()
+    for _ in range(3):
+        scheduler._turn()
+    assert lengths[-3:] == [10, 10, 10]
+    scheduler.submit(*jobs[1:])
+    while scheduler.running < 4:
+        scheduler._turn()
+        assert lengths[-1] == (1 if scheduler.running < 4 else 2)
+    for _ in range(3):
+        scheduler._turn()
+    assert lengths[-3:] == [2, 2, 2]
+    for job in jobs[4:]:
+        scheduler.cancel(job)
+    scheduler._turn()
+    assert lengths[-1] == 10
+    for job in jobs:
+        scheduler.cancel(job)
+    run(scheduler)
+
+
 def test_what_two_texts_have_in_common_is_read_once(single):
     kept, fresh = Scheduler(slots(), 50, 2), Scheduler(slots(), 50, 0)
     answered(kept, 2)

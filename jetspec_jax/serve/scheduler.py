@@ -23,6 +23,7 @@ from jetspec_jax.loop.state import NONFINITE, RUNNING, TEXT
 from jetspec_jax.serve.job import Draft, Job, Update, settings
 
 BLOCK_SECONDS = 0.1  # of rounds in a block: what a new request waits for, and a cancelled one still costs
+WAITED_SECONDS = 0.02  # the same while requests wait: a slot that becomes free stands empty for so long
 SHORTEST_PREFIX = 16  # tokens that are worth taking over
 
 
@@ -255,11 +256,21 @@ class Scheduler:
 
         options: that its rows use.
         """
-        tempo = self.slots.tempo
+        tempo, seconds = self.slots.tempo, self._seconds()
         if tempo is None:
-            return self.slots.plan.nodes, max(int(BLOCK_SECONDS / self._pace), 1) if self._pace else 1
+            return self.slots.plan.nodes, max(int(seconds / self._pace), 1) if self._pace else 1
         nodes = tempo.nodes(self.slots.sizes(options))
-        return nodes, tempo.rounds(nodes, self.slots.batch, BLOCK_SECONDS)
+        return nodes, tempo.rounds(nodes, self.slots.batch, seconds)
+
+    def _seconds(self) -> float:
+        """Returns how long the next block should take: one round where a prompt that is being read may have a slot.
+
+        Each block lets one piece of a prompt in. With long ones requests would come in at ten a second, however fast
+        the device is, and a batch of 32 would take three seconds to fill.
+        """
+        if (self._reading or self._waiting) and self.running < self.slots.plan.rows:
+            return 0.0
+        return WAITED_SECONDS if self._reading or self._waiting else BLOCK_SECONDS
 
     def _launch(self) -> Flight | None:
         """Starts a block, where any row may still run."""
@@ -288,7 +299,7 @@ class Scheduler:
         if self.slots.tempo and report.next is not None:
             self.slots.tempo.timed(flight.nodes, rounds, spent if flight.alone else None)
             self.slots.tempo.hear(flight.nodes, report.next, self._flight.nodes if self._flight else None)
-        elif rounds and spent:
+        elif rounds and spent and flight.alone:
             self._pace = 0.8 * self._pace + 0.2 * spent / rounds if self._pace else spent / rounds
         self._heard = now if self._flight else 0.0
         self._watch("blocks", 1)
