@@ -40,6 +40,7 @@ from jetspec_jax.engine.rows import Row
 from jetspec_jax.engine.slots import Plan, Slots, Trees
 from jetspec_jax.evals import acceptance
 from jetspec_jax.fields import ConfigError, Option
+from jetspec_jax.files import cache_folder
 from jetspec_jax.files.pair import LoadedHead, LoadedTarget
 from jetspec_jax.options import AUTO
 from jetspec_jax.serve.job import Job
@@ -109,6 +110,7 @@ def main(argv: Sequence[str]) -> int:
 def made(args: command.Args) -> tuple[LoadedTarget, LoadedHead, list[list[int]], dict[str, Any]]:
     """A pair of a shape whose acceptance is known, prompts for it, and what was fitted."""
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    cache_folder.keep_programs()  # hundreds of them, of sizes that do not change
     pair = shapes.random_pair(args.shape, dtype, args.backend)
     wanted = {}
     for text in args.lengths:

@@ -548,6 +548,7 @@ def test_a_scorer_is_read_as_it_was_written(tmp_path, target, capsys):
             np.testing.assert_array_equal(head.params["scorer"][name], x)
             assert head.params["scorer"][name].dtype == x.dtype
     path = tmp_path / "head" / scorer_file.FOLDER / checkpoint.SINGLE
+    assert path.stat().st_mode == path.with_name("config.json").stat().st_mode  # whom the umask lets may read both
     save_file(load_file(path) | {"odd": np.zeros(2, np.float32)}, path)
     load.load_head(tmp_path / "head", target)
     assert "1 tensor is not used: odd" in capsys.readouterr().err

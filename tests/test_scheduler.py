@@ -185,7 +185,7 @@ def test_the_next_turn_begins_where_the_last_one_ended(number, single):
 
 
 def test_blocks_are_short_while_somebody_waits(monkeypatch):
-    """Whole tenths of a second of rounds for those who run alone; one round a piece of a prompt where a slot is free."""
+    """A tenth of a second of rounds for those who run alone; one round a piece of a prompt where a slot is free."""
     scheduler, lengths = Scheduler(slots(), 50, 0), []
     launch = slots().launch
 

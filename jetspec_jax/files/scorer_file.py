@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import stat
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -86,10 +87,12 @@ def save(head: str | os.PathLike, params: Mapping[str, jax.Array | np.ndarray]) 
     """Writes a scorer beside the head that a folder holds; dtype is that of the parameters."""
     folder = pathlib.Path(head) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: np.asarray(x) for name, x in params.items()}, folder / "model.safetensors", {"format": "pt"})
+    weights, about = folder / "model.safetensors", folder / "config.json"
+    save_file({name: np.asarray(x) for name, x in params.items()}, weights, {"format": "pt"})
     made_for = checkpoint.fingerprint(checkpoint.Folder(pathlib.Path(head)).files)
     kind = scorer.kind(params)
     inner = {"width": params["down"].shape[0]} if kind == "swiglu" else {}
     rank = params[{"markov": "w2", "counts": "next"}.get(kind, "child")].shape[1]
     said = {"version": VERSION, "kind": kind} | inner | {"rank": rank, "head_fingerprint": made_for}
-    (folder / "config.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    about.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    weights.chmod(stat.S_IMODE(about.stat().st_mode))  # safetensors lets nobody but the owner read
