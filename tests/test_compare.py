@@ -95,6 +95,8 @@ def test_heads_are_told_apart_by_the_scorer_beside_them(tmp_path):
     alone = compare._fingerprint(head)
     shutil.copytree(PAIR / "head", tmp_path / "head" / scorer_file.FOLDER)  # any weights
     assert compare._fingerprint(head) != alone
+    head.draft.alone = True  # --scorer none
+    assert compare._fingerprint(head) == alone
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What a comparison decodes with, and what its rounds lost, against a plain reading of the recorded rounds."""
 
+import dataclasses
 import pathlib
 
 import jax.numpy as jnp
@@ -57,6 +58,24 @@ def test_a_head_that_two_methods_draft_with_is_loaded_once():
     named = drafters.parse([f"ddtree={folder / 'head'}", "ngram", f"dflash={folder / 'head'}"])
     (_, one), (_, other), (_, two) = drafters.load(named, target, demo=False)
     assert one is two and one is not other and one.family == "dflash"
+
+
+@pytest.mark.parametrize("scorer, same", [("own", False), ("none", True)])
+def test_scorers_can_be_left_out(monkeypatch, scorer, same):
+    """Its trees are then those of the head alone, and the chain that stands beside them too."""
+    head = dataclasses.replace(tiny.scored(), family="jetspec")
+    bare = dataclasses.replace(head, draft=head.draft.unscored())
+    monkeypatch.setattr("jetspec_jax.files.load.load_head", lambda source, target: head)
+    found = drafters.entries(drafters.load(drafters.parse(["jetspec=x"]), TARGET, False, scorer), [6])
+    for entry in found[1:]:
+        drawn = [trees_of(entry.head, entry.tree), trees_of(bare, entry.tree)]
+        assert (drawn[0] == drawn[1]) is same, entry.cell
+
+
+def trees_of(head, tree):
+    """Tokens and parents of every tree of a short answer."""
+    rounds, _ = trace.record(TARGET, head, PROMPT, tree, SamplingConfig(12))
+    return [(done.tokens.tolist(), done.parents.tolist()) for done in rounds]
 
 
 def loaded(*words):

@@ -232,7 +232,8 @@ def _fingerprint(head) -> str:
         return head.source
     weights = checkpoint.fingerprint(checkpoint.Folder(folder).files)
     beside = folder / scorer_file.FOLDER
-    scored = checkpoint.fingerprint(checkpoint.Folder(beside).files) if beside.is_dir() else ""
+    own = beside.is_dir() and not getattr(head.draft, "alone", False)
+    scored = checkpoint.fingerprint(checkpoint.Folder(beside).files) if own else ""
     said = getattr(head.draft, "temperature", ()), getattr(head.draft, "window", 0), scored
     return f"{weights}-{hashlib.sha256(repr(said).encode()).hexdigest()[:8]}" if any(said) else weights
 
@@ -255,6 +256,7 @@ LINE = command.Line(
                many=True, metavar="METHOD[=HEAD]"),
         Option("budgets", "whole", "Nodes of the trees; auto: what pays best. Default: 8 on a CPU, else 64.", (), low=2,
                high=drafters.methods.MAX_BUDGET, many=True, choices=(AUTO,)),
+        command.TREE["scorer"],
         Option("temperatures", "number", "Temperatures.", (0.0,), high=1e30, many=True),
         *command.sampling("temperature", "logprobs"),
         command.DTYPE,
@@ -318,7 +320,7 @@ def _run(args: command.Args) -> None:
         args.temperature = temperature
         samplings.append(command.sampling_of(args))
     target = load.load_target(args.target or demo.fetch_target(), args.dtype, args.backend)
-    loaded = drafters.load(named, target, args.target is None)
+    loaded = drafters.load(named, target, args.target is None, args.scorer)
     entries = drafters.entries(loaded, args.budgets or [geometry.default_budget()])
     heads = [head for _, head in loaded if pair.metadata(head)]
     sets = read(target, args, pair.thinking(target, heads[0] if heads else None, args.thinking))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 from collections import Counter
@@ -101,10 +102,11 @@ def _short(source: str | None, mates: Sequence[tuple[str, ...]]) -> str:
     return "/".join(own[-size:])
 
 
-def load(named: Sequence[Named], target, demo: bool) -> list[tuple[Named, Any]]:
+def load(named: Sequence[Named], target, demo: bool, scorer: str = "own") -> list[tuple[Named, Any]]:
     """Returns every drafter with its loaded head.
 
     demo: whether the target is the demo's, whose head may be left out.
+    scorer: "none" leaves out the scorers that heads have beside them.
 
     Raises:
       UsageError: a method needs a head, and none is named.
@@ -124,7 +126,10 @@ def load(named: Sequence[Named], target, demo: bool) -> list[tuple[Named, Any]]:
             raise UsageError(f"--drafters {one.method}: it needs a head; {EXAMPLE}")
         source = str(one.source or demo_pair.head_folder())
         if source not in heads:
-            heads[source] = files.load_head(source, target)
+            head = files.load_head(source, target)
+            if scorer == "none" and hasattr(head.draft, "unscored"):
+                head = dataclasses.replace(head, draft=head.draft.unscored())
+            heads[source] = head
         head = heads[source]
         methods.tree(one.method, TreeConfig(), head)  # refuses another family
         found.append((one, head))
