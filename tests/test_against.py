@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -102,6 +103,11 @@ def test_the_table_and_its_command(tmp_path, capsys):
     assert compare.main(words) == 0
     row = capsys.readouterr().out.splitlines()[2]
     assert row == "| jetspec tree 8 | 0 | 1 | 2.00 | - | 2.00 [2.00, 2.00] | 2.00 |"
+    (tmp_path / "more").mkdir()
+    again = shutil.copy(words[1], tmp_path / "more" / "one.jsonl")
+    assert compare.main([words[0], words[1], str(again), *words[2:]]) == 0  # files of one name
+    assert str(again) in (said := capsys.readouterr().out) and "all files" in said
+    assert compare.main([words[0], words[1], *words[1:]]) == 2 and "is there twice" in capsys.readouterr().err
     assert compare.main([words[0], words[1], words[3], *words[2:]]) == 0
     assert [line.split(" | ")[::7] for line in capsys.readouterr().out.splitlines()[2:5]] == [
         ["| one", "2.00 |"], ["| two", "1.00 |"], ["| all files", "1.50 |"],

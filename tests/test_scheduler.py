@@ -214,8 +214,32 @@ def test_blocks_are_short_while_somebody_waits(monkeypatch):
         scheduler.cancel(job)
     scheduler._turn()
     assert lengths[-1] == 10
-    for job in jobs:
+    for job in jobs[1:]:
         scheduler.cancel(job)
+    scheduler._turn()
+    long = Asked(8).job  # 243 tokens, sixteen at a time: its pieces take turns with those who run
+    scheduler.submit(long)
+    del lengths[:]
+    while scheduler.running < 2:
+        scheduler._turn()
+    assert lengths[:12] == [2] * 12 and lengths[14] == 1
+    for job in (jobs[0], long):
+        scheduler.cancel(job)
+    run(scheduler)
+
+
+def test_only_blocks_that_had_the_device_to_themselves_tell_the_pace():
+    scheduler = Scheduler(slots(), 50, 0)
+    scheduler.submit(Asked(6).job)
+    while not scheduler._flight:
+        scheduler._turn()
+    scheduler._heard = 1.0  # a block that seems to have taken very long
+    for alone in (False, True):
+        flight = scheduler._flight._replace(alone=alone)
+        scheduler._hear(flight)
+        assert (scheduler._pace > 0) is alone
+        scheduler._heard = 1.0
+        scheduler._flight = scheduler._launch()
     run(scheduler)
 
 

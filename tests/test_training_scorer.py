@@ -14,7 +14,7 @@ from small import HEAD, RUN, WIDTH, batch, example, random_params, recipe, targe
 
 from jetspec_jax import speculate
 from jetspec_jax.config import ConfigError, SamplingConfig, TreeConfig
-from jetspec_jax.drafts import block, scorer
+from jetspec_jax.drafts import bigram, block, scorer
 from jetspec_jax.files import checkpoint, load
 from jetspec_jax.loop import tree as trees
 from jetspec_jax.training import gather, pipeline, settings, step, teacher
@@ -113,6 +113,8 @@ COUNTS = {"scorer_kind": "counts", "frozen_head": True, "init_head": "x", "score
     ({"scorer_rank": 4, "scorer_kind": "pairs", "scorer_width": 3}, "scorer_width=3: a scorer of kind pairs"),
     ({"scorer_rank": 4, "scorer_strength": 0.3}, "scorer_strength=0.3: a scorer of kind product has no use for it"),
     ({"scorer_rank": 4, "scorer_kind": "pair"}, "scorer_kind=pair: choose one of .*did you mean pairs"),
+    ({"scorer_rank": 4, "block_size": 2}, "scorer_rank=4: block_size=2 has no pair of slots"),
+    ({"scorer_rank": 4, "scorer_parents": "drafted", "cross_entropy": 0.1}, "scorer_parents=drafted: cross_entropy"),
     (COUNTS | {"steps": 2}, "steps=2: a scorer of counts takes no steps; give steps=0 and epochs=0"),
     (COUNTS | {"epochs": 2.0}, "epochs=2.0: a scorer of counts takes no steps"),
     (COUNTS | {"frozen_head": False}, "scorer_kind=counts: .* give frozen_head=true"),
@@ -182,6 +184,17 @@ def test_a_run_leaves_a_scorer_beside_its_head(finished, loaded, tmp_path):
     own = speculate.generate(target(), first, prompts, TreeConfig(8, width=5), option)
     assert lengths[1] == [r.accept_lengths for r in own]
 
+    def begun(**change):
+        again = settings.make(given | quick | {"init_head": str(folder), "scorer_rank": 5} | change, "c")
+        return pipeline._start(again, target(), learns, learns.configure(again, target().config))
+
+    assert "scorer" not in begun(frozen_head=True, scorer_width=6)  # another run of it is no continuation
+    assert "scorer" not in begun(frozen_head=True, scorer_rank=3, scorer_kind="pairs")
+    assert "scorer" not in begun(scorer_rank=0)
+    assert "scorer" in begun(scorer_width=6)  # head and scorer go on together
+    with pytest.raises(ConfigError, match="its scorer_rank is 5, this run's 3"):
+        begun(scorer_rank=3, scorer_width=6)
+
     said = json.loads((folder / "scorer" / "config.json").read_text())
     for key, value, why in (
         ("rank", 4, "child has shape"),
@@ -238,6 +251,13 @@ def test_counts_are_written_beside_a_head_that_stays(finished, loaded, tmp_path)
 def test_a_frozen_head_needs_a_head_and_a_scorer(change, why):
     with pytest.raises(ConfigError, match=why):
         settings.make(RUN | {"data": "-"} | change, "c")
+
+
+def test_the_gradient_of_a_repeated_token_is_summed_in_f32():
+    """Of tables in 16 bits a sum of many small terms would stand still."""
+    table, token = jnp.ones((3, 1), jnp.bfloat16), jnp.zeros(1000, int)
+    slope = jax.grad(lambda t: bigram.children({"w2": t}, token).astype(jnp.float32).sum())(table)
+    assert slope[0, 0] == 1000
 
 
 def test_published_shapes_have_no_scorer():

@@ -31,7 +31,7 @@ def rows(
 ) -> Float[Array, "*rows R"]:
     """Returns the rows of parents, each for its slot; the rows of slots are broadcast."""
     slot = einsum("...e,ei->...i", hidden, params["slot"], jnp.float32)
-    token = einsum("...e,ei->...i", embedded, params["parent"], jnp.float32)
-    gate, up = jnp.split(slot + token, 2, axis=-1)
+    above = einsum("...e,ei->...i", embedded, params["parent"], jnp.float32)
+    gate, up = jnp.split(slot + above, 2, axis=-1)
     inner = (jax.nn.silu(gate) * up).astype(hidden.dtype)
     return einsum("...i,ir->...r", inner, params["down"])

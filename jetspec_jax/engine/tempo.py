@@ -96,7 +96,7 @@ class Tempo:
         if self._fresh >= 0.5:
             self._block = FIRST_ROUNDS
             if self._size == 1:
-                self._size, self._most = self._tree, pacing.EVIDENCE
+                self._size, self._most = self._tree, 1
 
     def taken(self) -> tuple[float, float]:
         """Returns what the next block is told: the share of its rows that are new, and `Order.worked`."""

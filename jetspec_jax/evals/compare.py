@@ -290,7 +290,11 @@ def main(argv: Sequence[str]) -> int:
         )
     command.writable("svg", args.svg)  # before the work, which may take hours
     if args.against:
-        runs = {pathlib.Path(path).stem: ledger.read(path) for path in args.table}
+        if len(set(args.table)) < len(args.table):
+            raise UsageError(f"--table: {' '.join(args.table)}: one is there twice")
+        stems = [pathlib.Path(path).stem for path in args.table]
+        names = stems if len(set(stems)) == len(stems) else args.table
+        runs = {name: ledger.read(path) for name, path in zip(names, args.table, strict=True)}
         print(against.markdown(runs, ledger.read(args.against)))
         return 0
     if args.table and args.overview:

@@ -263,14 +263,20 @@ class Scheduler:
         return nodes, tempo.rounds(nodes, self.slots.batch, seconds)
 
     def _seconds(self) -> float:
-        """Returns how long the next block should take: one round where a prompt that is being read may have a slot.
+        """Returns how long the next block should take: one round before the piece that gives a prompt its slot.
 
         Each block lets one piece of a prompt in. With long ones requests would come in at ten a second, however fast
-        the device is, and a batch of 32 would take three seconds to fill.
+        the device is, and a batch of 32 would take three seconds to fill. The earlier pieces of a long prompt share
+        the device with the rows that run.
         """
-        if (self._reading or self._waiting) and self.running < self.slots.plan.rows:
-            return 0.0
-        return WAITED_SECONDS if self._reading or self._waiting else BLOCK_SECONDS
+        if not (self._reading or self._waiting):
+            return BLOCK_SECONDS
+        if self._reading:
+            row, done = self._reading[1].row, self._reading[1].done
+        else:
+            row, done = self._waiting[0].row, 0
+        last = len(row.ids) - done <= self.slots.plan.chunks[-1]
+        return 0.0 if last and self.running < self.slots.plan.rows else WAITED_SECONDS
 
     def _launch(self) -> Flight | None:
         """Starts a block, where any row may still run."""

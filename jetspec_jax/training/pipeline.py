@@ -103,7 +103,7 @@ def _run(config: Settings, workdir: Path, log: Log) -> bool:
         return True
     packed, judged = _sequences(config, found, log)
     if config.counted:
-        return _count(config, workdir, target, learns.decide(head, packed), packed, found.counts, log)
+        return _count(config, workdir, target, learns.decide(head, packed)["scorer"], packed, found.counts, log)
 
     # ---- what is learnt is settled
     packed = _fitting(packed, target, head, mesh, log) if config.features == "memory" else packed
@@ -211,7 +211,7 @@ def _features(  # noqa: PLR0913  # what a run has made before this stage
 
 
 def _start(config: Settings, target, learns: Objective, head) -> dict | None:
-    """Parameters of the head to go on from; None where there is none.
+    """Parameters of the head to go on from; None where there is none. The scorer of a frozen head is not among them.
 
     Raises:
       ConfigError: it is another kind of head than this run's.
@@ -222,12 +222,16 @@ def _start(config: Settings, target, learns: Objective, head) -> dict | None:
         found = load.load_head(config.init_head, target)
     except (ConfigError, OSError) as error:
         raise ConfigError(f"--config.init_head: {error}") from None
-    if differs := learns.check_start(head, found.config):
+    params, sizes = found.params, found.config
+    if "scorer" in params and (config.frozen_head or not config.scorer_rank):  # a new one is trained, or none
+        params = {name: x for name, x in params.items() if name != "scorer"}
+        sizes = dataclasses.replace(sizes, scorer_kind="", scorer_rank=0, scorer_width=0)
+    if differs := learns.check_start(head, sizes):
         name, old, new = differs
         raise ConfigError(
             f"--config.init_head={config.init_head}: its {name} is {old}, this run's {new}; make them equal"
         )
-    return found.params
+    return params
 
 
 def _mesh(config: Settings, workdir: Path) -> jax.sharding.Mesh:

@@ -78,6 +78,11 @@ def scored(config: Settings) -> dict[str, Any]:
     kind = config.scorer_kind or ("swiglu" if width else "product")
     if kind == "swiglu" and not width:
         raise settings.wrong("scorer_kind", kind, "it has a width; give scorer_width")
+    if config.block_size < 3:
+        raise settings.wrong("scorer_rank", config.scorer_rank, f"block_size={config.block_size} has no pair of slots")
+    if config.scorer_parents == "drafted" and config.cross_entropy:
+        why = "cross_entropy would teach the text's token after another one; give the loss another share"
+        raise settings.wrong("scorer_parents", "drafted", why)
     uses = {"swiglu": {"scorer_width", "scorer_parents"}, "counts": {"scorer_strength"}}
     for name in given:
         if name not in uses.get(kind, {"scorer_parents"}) | {"scorer_kind"}:
@@ -134,7 +139,7 @@ def decide(config: HeadConfig, packed: Packed) -> dict:
     if config.scorer_kind != "counts":
         return {}
     here = packed.paired
-    return counts.count(packed.tokens[:, :-1][here], packed.tokens[:, 1:][here], config, 1.0)
+    return {"scorer": counts.count(packed.tokens[:, :-1][here], packed.tokens[:, 1:][here], config, 1.0)}
 
 
 def init(config: HeadConfig, key: jax.Array, target_params: dict, decided: dict) -> dict:
