@@ -23,7 +23,7 @@ BACKENDS = ("auto", "xla", "cudnn", "pallas")  # that may compute a layer
 AXES = ("data", "model", "expert")  # of a mesh of devices: rows of a batch, parts of a layer, experts
 MIN_TEMPERATURE = 1e-4  # anything colder is greedy
 MAX_BUDGET = 1024  # a tree's mask and search grow with its square
-SHARPNESS = 0.85  # by measurement on the demo pair (docs/measurements.md), together with loop.choice.NOISE_SHARE
+SHARPNESS = 1.2  # by measurement on the demo pair (docs/measurements.md), together with loop.choice.NOISE_SHARE
 
 
 def mesh_axes(given: str) -> dict[str, int]:
@@ -59,7 +59,7 @@ class TreeConfig:
     """The candidate tree of a round.
 
     Sampled requests: the noise that will decide the target's choice is known before it is made, so candidates are
-    ranked by `sharpness * (draft logits / temperature + 0.7 * noise)`; 0 ranks them by the draft logits alone. It
+    ranked by `sharpness * (draft logits + 0.85 * temperature * noise)`; 0 ranks them by the draft logits alone. It
     decides how much of the output a round guesses, and never what the output is.
 
     Raises:

@@ -178,7 +178,7 @@ def test_dashes_negations_aliases_and_values_that_look_like_options():
     assert args.thinking is False and args.given == {"prompt", "chat", "backend", "stop", "thinking"}
     assert line.parse(["--thinking", "on", "--temperature", "-0"]).thinking is True
     args = acceptance.LINE.parse(["--prompts", "a", "b", "--budget", "4", "8", "--no-thinking"])
-    assert (args.prompts, args.budget, args.thinking, args.sharpness) == (["a", "b"], [4, 8], False, [0.85])
+    assert (args.prompts, args.budget, args.thinking, args.sharpness) == (["a", "b"], [4, 8], False, [1.2])
 
 
 def test_keys_of_the_training_configuration_are_options(capsys):

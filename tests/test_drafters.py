@@ -149,7 +149,7 @@ def test_what_rounds_lost(heat, kind):
         ranked = np.asarray(done.draft_logits, np.float64)
         if heat:
             noise = [vocabulary.gumbel(jnp.uint32(5), jnp.int32(length + d), tiny.VOCAB) for d in range(len(ranked))]
-            ranked = SHARPNESS * (ranked / heat + NOISE_SHARE * np.asarray(noise))
+            ranked = SHARPNESS * (ranked + NOISE_SHARE * heat * np.asarray(noise))
         wanted[by_hand(done, ranked, width)] += 1
         length += kept
     assert lost.split(TARGET, head, PROMPT, tree, sampling) == wanted

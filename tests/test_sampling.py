@@ -140,7 +140,7 @@ def test_drafts_are_ranked_under_the_noise_of_the_choice():
     for b, d in [(0, 0), (0, 1), (2, 0), (2, 1)]:
         noise = laws.noise_of(options.seed[b], first[b] + d, 50)
         np.testing.assert_array_equal(rows[b, d], noise)
-        wanted = 0.5 * (logits[b, d] / options.temperature[b] + choice.NOISE_SHARE * noise)
+        wanted = 0.5 * (logits[b, d] + choice.NOISE_SHARE * options.temperature[b] * noise)
         np.testing.assert_allclose(ranked[b, d], wanted, rtol=1e-5, atol=1e-6)
     assert (ranked[1] == logits[1]).all() and not rows[1].any()
     assert (deaf == logits).all()  # a sharpness of 0 leaves the noise out

@@ -162,7 +162,7 @@ def test_sampled_rows_rank_pairs_as_they_rank_tokens():
     noise = np.asarray(noise_rows(Sampling(temperature, jnp.arange(2, dtype=jnp.uint32)), length, 4, tiny.VOCAB))
     for row, heat in enumerate((0.7, 1.3)):
         known = heat * NOISE_SHARE * noise[row].astype(np.float64)
-        logp, token = table(head.params["scorer"], hidden[row], tree.logits[row], 4, 0.8 / heat, known)
+        logp, token = table(head.params["scorer"], hidden[row], tree.logits[row], 4, 0.8, known)
         wanted = oracles.best_first(logp.astype(np.float32), token, int(tree.tokens[row, 0]), 12)
         got = list(zip(*(x[row].tolist() for x in (tree.tokens, tree.parents, tree.depths)), strict=True))
         assert got == wanted
@@ -221,7 +221,7 @@ def test_a_chain_is_the_greedy_path_through_the_rows_of_its_nodes(causal, inner,
         noise = np.asarray(noise_rows(sampling, jnp.array([10, 5]), 4, tiny.VOCAB), np.float64)
     for row in range(2):
         t = heat[row] if heat else 1.0
-        scale = 0.8 / t if heat else 1.0
+        scale = 0.8 if heat else 1.0
         known = t * NOISE_SHARE * noise[row]
         logp, token = table(head.params["scorer"], hidden[row], tree.logits[row], 7, scale, known)
         path, scores = greedy_path(logp, token)
