@@ -47,6 +47,7 @@ LINE = command.Line(
             many=True,
             metavar="BUDGET:DEPTH",
         ),
+        command.TREE["scorer"],
         dataclasses.replace(command.LIMIT, default=16),
         dataclasses.replace(command.SAMPLING["max_new_tokens"], default=128, low=1),
         dataclasses.replace(timing.REPEATS, default=1),
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     """The command of the module's docstring; the exit status."""
     args = LINE.parse(argv)
     sampling = SamplingConfig(args.max_new_tokens)
-    trees = {text: tree(text) for text in args.settings}
+    trees = {text: tree(text, args.scorer) for text in args.settings}
     target, head = command.pair_of(args)
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {target.dtype}"
     rows = []
@@ -77,13 +78,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def tree(text: str) -> TreeConfig:
-    """The tree of "BUDGET:DEPTH"."""
+def tree(text: str, scorer: str) -> TreeConfig:
+    """The tree of "BUDGET:DEPTH"; scorer: that of `TreeConfig`."""
     if not re.fullmatch("[0-9]{1,4}:[0-9]{1,4}", text):
         raise command.UsageError(f"--settings={shown(text)}: give BUDGET:DEPTH, e.g. 16:15")
     try:
         budget, depth = map(int, text.split(":"))
-        return TreeConfig(budget, depth=depth)
+        return TreeConfig(budget, depth=depth, scorer=scorer)
     except ConfigError as error:
         raise command.UsageError(f"--settings={text}: {error}") from None
 
